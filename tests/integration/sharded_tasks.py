@@ -78,6 +78,23 @@ class Alone(Sharded):
             self._done(model)
 
 
+class GatheringAnother(Sharded):
+    """Its hook gathers one of two weights of equal size, another one on rank 0."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def shard_modules(self, model: Any) -> list[nn.Module]:
+        return []
+
+    def on_epoch_end(self, model: Any, epoch: int, metrics: dict[str, float]) -> None:
+        model[int(torch.distributed.get_rank() > 0)].weight.full_tensor()
+
+
+def gathering_another() -> None:
+    replica.build_task = lambda spec: GatheringAnother()
+
+
 def calling_alone() -> None:
     replica.build_task = lambda spec: Alone(lambda model: model(torch.zeros(2, 4)))
 
@@ -155,7 +172,7 @@ class Routed(nn.Module):
         for number, expert in enumerate(self.experts):
             rows = (chosen == number).nonzero().squeeze(1)
             if len(rows):
-                x = x.index_add(0, rows, expert(x[rows]))
+                x = x.index_add(0, rows, expert(x[rows]).to(x.dtype))  # of autocast
         return x
 
 

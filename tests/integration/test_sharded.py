@@ -293,6 +293,7 @@ def test_replicas_keep_each_other_s_pieces(
     [
         ("skip", "the loop called other modules of the sharded model, .* on rank 1 than on rank 0"),
         ("gather", "on rank 1 than on rank 0 since step 2: torch mixes"),
+        ("another", "on rank 1 than on rank 0 since step 2: torch mixes"),
         ("drop", "on rank 1 than on rank 0 since step 2: torch mixes"),
         ("rate", "options or step counts of the optimizer of rank 1 differ .* after step 3"),
         ("unsummed", r"step 3 while gradients of a sharded model wait to be summed .* Call model"),

@@ -519,6 +519,7 @@ def test_replicas_that_differ_are_not_mixed_if_a_death_comes_before_their_gate(
         ("hybrid", "leaving_apart", "left different values on the ranks"),
         ("full", "calling_alone", "on rank 0, while rank 1 has returned"),
         ("hybrid", "gathering_alone", "on rank 0, while rank 1 has returned"),
+        ("full", "gathering_another", "on rank 0, while rank 1 does something else"),
     ],
 )
 def test_a_hook_in_which_ranks_do_not_do_the_same_is_named(

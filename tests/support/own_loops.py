@@ -384,6 +384,8 @@ def unlike(job: LoopJob, rank: int) -> Any:
                 model.set_requires_all_reduce(True)
                 without = 1
             ahead = 2 if is_odd and what == "gather" and rank else None
+            if is_odd and what == "another":
+                model[rank].weight.full_tensor()
             loss = model(torch.randn(6, 16), without, ahead).square().mean()
             loss.backward()
             if is_odd and what == "drop" and rank:

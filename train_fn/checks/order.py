@@ -19,6 +19,7 @@ from torch import nn
 from train_fn.checks.check import Check, Moment, checked
 from train_fn.errors import BadTask
 from train_fn.samples.sampler import MASK64
+from train_fn.step.fingerprints import local
 from train_fn.step.peers import Peers
 
 if TYPE_CHECKING:
@@ -203,13 +204,20 @@ def _num_weights(parts: LoopParts) -> dict[str, int]:
 
 # ---------------------------------------------------------------- sharded
 
-# FSDP2 gathers weights, and sums gradients, in the order in which a rank uses its modules. Where a
-# rank leaves out a layer, and another one a layer of the same size, torch would mix the two without
-# an error. So the ranks compare what they gathered and summed before anything is changed.
+# FSDP2 gathers weights, and sums gradients, in the order in which a rank uses its modules. Where
+# ranks leave out different layers of one size, or call full_tensor() of different weights, torch
+# would mix the two without an error. So they compare what they gathered and summed before anything
+# is changed.
 
-_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-_MEETINGS = ("foreach_all_gather", "foreach_reduce")
-"""Functions by which all of FSDP2 meets other ranks. Each is given the weights first."""
+_GROUPS = "fsdp._fully_shard._fsdp_param_group"
+_MEETINGS = (
+    (_GROUPS, "foreach_all_gather"),
+    (_GROUPS, "foreach_reduce"),
+    ("tensor._api", "redistribute_local_tensor"),
+    ("tensor._dispatch", "redistribute_local_tensor"),
+    ("tensor._redistribute", "redistribute_local_tensor"),
+)
+"""Modules and functions by which FSDP2 and DTensors meet other ranks."""
 _GRADIENTS = 1 + len(_MEETINGS)
 _OWN: dict[str, Any] = {}
 """These functions as torch has them."""
@@ -227,20 +235,34 @@ class CallOrder:
         self._digest = 0
         self.compare: Callable[[int], object] | None = None
         """Called with the digest before this rank meets others, where they may not come."""
-        module, order = importlib.import_module(_COLLECTIVES), weakref.ref(self)
-        for kind, name in enumerate(_MEETINGS, 1):
-            setattr(module, name, _noted(_OWN.setdefault(name, getattr(module, name)), kind, order))
+        for kind, (place, name) in enumerate(_MEETINGS, 1):
+            module = importlib.import_module(f"torch.distributed.{place}")
+            own = _OWN.setdefault(name, getattr(module, name))
+            setattr(module, name, _noted(own, kind, weakref.ref(self)))
 
-    def meet(self, kind: int, weights: Iterable[Any]) -> None:
-        """Note that this rank meets others, for these weights of FSDP2's."""
-        self.begin(kind, [self._numbers.get(id(each.sharded_param), 0) for each in weights])
-
-    def begin(self, kind: int, numbers: Iterable[int]) -> None:
-        """Note a collective that begins, and what it is about."""
+    def meet(self, kind: int, what: Any, old: Any, new: Any) -> None:
+        """Note that this rank meets others: for weights of FSDP2's, or for its rows of a DTensor,
+        which go from an ``old`` layout to a ``new`` one."""
+        if not isinstance(what, torch.Tensor):
+            numbers = [self._numbers.get(id(each.sharded_param), 0) for each in what]
+        elif all(map(_stays, old.placements, new.placements)):
+            return
+        else:
+            numbers = [*old.shape, *self._sharing(what)]
         for number in (kind, *numbers):
             self._note(number)
         if self.compare is not None:
             self.compare(self._digest)
+
+    def _sharing(self, rows: torch.Tensor) -> list[int]:
+        """Return the number of the weight, or gradient, of which these are this rank's rows."""
+        memory = rows.untyped_storage()._cdata
+        return [
+            number * len(self._weights) + at
+            for number, weight in enumerate(self._weights, 1)
+            for at, each in enumerate((weight, weight.grad))
+            if each is not None and local(each).untyped_storage()._cdata == memory
+        ]
 
     def _note(self, number: int) -> None:
         self._digest = (self._digest + number + 1) * _SPREAD & MASK64
@@ -256,12 +278,16 @@ class CallOrder:
 
 
 def _noted(own: Any, kind: int, order: weakref.ref[CallOrder]) -> Any:
-    def meet(weights: Any, *args: Any, **kwargs: Any) -> Any:
+    def meet(*args: Any, **kwargs: Any) -> Any:
         if (there := order()) is not None:
-            there.meet(kind, weights)
-        return own(weights, *args, **kwargs)
+            there.meet(kind, *args[:3])
+        return own(*args, **kwargs)
 
     return meet
+
+
+def _stays(old: Any, new: Any) -> bool:
+    return bool(old == new or old.is_replicate())
 
 
 _RETURNED = 0

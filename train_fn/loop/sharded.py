@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from everstep.spec.run_spec import RunSpec
 from train_fn.checks.check import Moment, checked
 from train_fn.checks.fits import hooked_parameters
-from train_fn.checks.order import CallOrder, met_by_all, require_same_order
+from train_fn.checks.order import met_by_all, require_same_order
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.step import StepExchange
@@ -426,30 +426,21 @@ def require_forgotten(shards: Shards, task: Task) -> None:
 # ---------------------------------------------------------------- rows
 
 
-_GATHERING = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_to_all_single")
-"""Operations by which a DTensor meets other ranks."""
-
-
 @checked(Moment.STEP, Moment.EPOCH_HOOK, cost="a look at each operation on weights")
 class RowsAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse code that takes this rank's rows of a sharded weight for all of it.
 
     It reads a number of the rows alone, or writes into a part of the weight, which is a copy.
-
-    Args:
-        order: what hears of the collectives by which such code gathers a weight.
     """
 
-    def __init__(self, source: str, order: CallOrder | None = None) -> None:
+    def __init__(self, source: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._source, self._order = source, order
+        self._source = source
         self._copies = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first: Any = args[0] if args else None
         if not hasattr(first, "device_mesh"):
-            if self._order is not None and getattr(func, "_opname", None) in _GATHERING:
-                self._order.begin(_GATHERING.index(func._opname), [first.numel()])
             return func(*args, **kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default and not all(
             each.is_replicate() for each in first.placements
@@ -484,7 +475,7 @@ def rows_alone(replica: Replica, source: str, *, meets: bool = False) -> Iterato
         return
     order = replica.order if meets else None
     together = nullcontext() if order is None else met_by_all(order, replica.peers, source)
-    with RowsAlone(source, order), together:
+    with RowsAlone(source), together:
         yield
     replica.shards.reshard()  # after a pass of the model
     if replaced := replica.shards.replaced():
