@@ -297,6 +297,35 @@ def test_a_rank_that_dies_while_another_one_gets_ready_costs_no_step(
     assert restored[0] == "fresh" and set(restored[1:]) <= {"process", "snapshot"}
 
 
+@CHAOS
+@pytest.mark.parametrize(
+    ("joins", "number", "place"),
+    [
+        (True, signal.SIGSTOP, "is built"),
+        *(
+            (*each, place)
+            for each in (
+                *((None, signal.SIGKILL), (None, signal.SIGSTOP)),
+                *((False, signal.SIGSTOP), (True, signal.SIGSTOP)),
+            )
+            for place in ("has decided", "goes over", "has gone over")
+        ),
+    ],
+)
+def test_processes_that_are_struck_where_they_go_over_cost_no_step(
+    joins: bool | None, number: int, place: str, client: Client, tmp_path: Path
+) -> None:
+    run, marker = begun_mortal(client, tmp_path, joins=joins, place=place, number=number)
+    wait_for(marker.exists, 60, "the strike")
+    if joins is None:
+        wait_for(marker.with_suffix(".joins").exists, 60, "the strike on the one that joins")
+    wait_for_ranks(run, 3, after=1)
+    check_steps(run)
+    struck = [int(each.read_text()) for each in tmp_path.glob("there*")]
+    left = [pid for pid in struck if psutil.pid_exists(pid)]
+    assert [each for each in left if psutil.Process(each).status() != psutil.STATUS_ZOMBIE] == []
+
+
 def kill_controller(service: ServiceProcess, run: RunHandle) -> None:
     [found] = [p for p in service.processes() if "EverstepController" in p.cmdline()[:1][0]]
     found.kill()

@@ -4,6 +4,7 @@ about to join a group.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -18,6 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from train_fn.ray_train.group.end import NO_STATE, SurvivingProcess, Survivors
+from train_fn.ray_train.group.node_checks import end_stopped
 from train_fn.ray_train.group.placement import Bundle, Placement
 from train_fn.ray_train.group.rank_actors import new_actors
 from train_fn.ray_train.ray_internals import (
@@ -167,8 +169,20 @@ new ones are made as after a failure."""
 class _Recruit:
     actor: Any
     bundle: Bundle
+    place: Any
+    """Reference to where the process runs, which it tells before it gets ready."""
     pid: Any
     """Reference to the process id, which it tells once it is ready."""
+
+    def end(self) -> None:
+        """End the process. Ray first asks a process to end, and a stopped one does not hear it."""
+        ray.kill(self.actor)
+        threading.Thread(target=self._end_stopped, name="end-stopped", daemon=True).start()
+
+    def _end_stopped(self) -> None:
+        with contextlib.suppress(RayError):
+            place = ray.get(self.place, timeout=0)
+            end_stopped([(place.node_id, place.pid)])
 
 
 class Recruits:
@@ -220,7 +234,7 @@ class Recruits:
         """End those that are not ready, since a group starts, or none follows. Their bundles stay
         with the run."""
         for one in self._coming:
-            ray.kill(one.actor)
+            one.end()
         self._coming, self._began, self._called_for = [], None, 0
 
     def dismiss(self) -> None:
@@ -250,7 +264,10 @@ class Recruits:
         )
         job, checks = self._engine.job, self._engine.settings.preflight
         self._coming += [
-            _Recruit(actor, bundle, actor.get_ready.remote(launch, job, checks_node=checks))
+            _Recruit(
+                *(actor, bundle, actor.get_metadata.remote()),
+                actor.get_ready.remote(launch, job, checks_node=checks),
+            )
             for actor, bundle in zip(new_actors(bundles, per_worker), bundles, strict=True)
         ]
 
@@ -266,5 +283,5 @@ class Recruits:
             except RayError as exc:
                 cause = getattr(exc, "cause", None) or exc
                 logger.warning("a process for a rank that joins is not used: %s", cause)
-                ray.kill(one.actor)
+                one.end()
         self._survivors.hold(ready)
