@@ -330,6 +330,14 @@ class ReadAgain:
                     "data back as it was, sort what a directory or a set lists, and let samplers "
                     "and data draw from torch's generator; or start a new run"
                 )
+            if other:
+                logger.warning(
+                    "%s: what loader processes draw for a sample, as random crops, is not "
+                    "restored: batches of epoch %d are others than in an undisturbed run. Set "
+                    "num_workers=0, or use es.loader(dataset, …), which seeds every sample",
+                    self.who,
+                    self.epoch,
+                )
             # Loader processes that live on serve one iterator only.
             rest, _ = self._last(state, step - 1, _LEAD)
         state.reseed()  # as before each batch: what the data draws in this process

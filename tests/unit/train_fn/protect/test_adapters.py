@@ -279,7 +279,8 @@ def test_a_strategy_whose_shards_nothing_can_take_apart_is_refused(kind: Any) ->
 
 
 class Following(LightningModule):
-    """A teacher follows at the end of each batch, in the module's own hook."""
+    """A teacher follows at the end of each batch, and the learning rate falls at that of each
+    epoch, in the module's own hooks."""
 
     def __init__(self, dies: int | None) -> None:
         super().__init__()
@@ -299,8 +300,14 @@ class Following(LightningModule):
             for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
                 slow.lerp_(fast, 0.1)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(self.net.parameters())
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(self.net.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        seldom = {"scheduler": scheduler, "frequency": 1000}
+        return {"optimizer": optimizer, "lr_scheduler": seldom}
 
 
 class Kept:
@@ -574,7 +581,11 @@ def test_a_trainer_reads_its_last_batch_again_and_refuses_another_one(
 @TRAINERS
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_a_trainer_s_data_draws_is_no_other_data(
-    train: Callable[..., Seen], who: str, part: str, num_workers: int
+    train: Callable[..., Seen],
+    who: str,
+    part: str,
+    num_workers: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     drawn = {"noise": lambda: torch.rand(()), "num_workers": num_workers}
     whole = train("whole", rows(), **drawn)
@@ -584,6 +595,8 @@ def test_what_a_trainer_s_data_draws_is_no_other_data(
     assert [list(map(int, batch)) for batch in again] == [
         list(map(int, batch)) for batch in whole[5:]
     ]
+    said = f"{who}: what loader processes draw for a sample" in caplog.text
+    assert said == bool(num_workers)
     if not num_workers:
         assert again == whole[5:], "each step's draws are seeded by its number"
 
