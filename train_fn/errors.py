@@ -203,6 +203,11 @@ class BuiltByHalves(TrainError):
     """What a process has built ahead is not used."""
 
 
+class CannotBuild(TrainError):
+    """A process that is to join cannot build the task, which the others have built on their
+    nodes."""
+
+
 FOUND_WITHIN = 64
 """Steps within which ranks find that their weights differ."""
 

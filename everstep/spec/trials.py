@@ -109,7 +109,11 @@ class _Faults:
     def _located(self) -> Iterator[FieldError]:
         for error, numbers in self._runs.items():
             path = ".".join(map(str, error.loc))
-            swept = [each for each in self._params[numbers[0]] if _is_within(path, each)]
+            swept = [
+                each
+                for each in self._params[numbers[0]]
+                if f"{path}.".startswith(f"{each}.") or f"{each}.".startswith(f"{path}.")
+            ]
             if swept:
                 for number in numbers:
                     yield self._of_value(swept[0], self._params[number][swept[0]], error)
@@ -127,10 +131,6 @@ class _Faults:
             values = self._sweep.grid[path]
             place = ("grid", path, next(n for n, each in enumerate(values) if each is value))
         return FieldError(place, f"{json.dumps(value)}: {error.msg}")
-
-
-def _is_within(path: str, swept: str) -> bool:
-    return path == swept or path.startswith(f"{swept}.") or swept.startswith(f"{path}.")
 
 
 def words_of(params: Mapping[str, Any]) -> str:

@@ -227,7 +227,7 @@ class RunWriter:
         self._found = replace(self.run)
         if self._events:
             rows = [row | {"data": encoded(row["data"])} for row in self._events]
-            _execute_rows(self._connection, _events_insert, rows)
+            _execute_rows(self._connection, lambda _: insert(events), rows)
         if self._transitions:
             self._connection.execute(_INSERT_TRANSITIONS, self._transitions)
         if self._points:
@@ -258,10 +258,6 @@ class RunWriter:
             _execute_rows(
                 self._connection, _points_upsert, rows[start : start + _INSERT_CHUNK_ROWS]
             )
-
-
-def _events_insert(_dialect: Dialect) -> Insert:
-    return insert(events)
 
 
 def _points_upsert(dialect: Dialect) -> Insert:

@@ -182,7 +182,9 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     """Replace a job that is gone without a verdict in its journal by the next submission."""
     if run.storage_problem is not None:
         yield from _set_reason(run, ReasonCode.STORAGE_UNAVAILABLE, run.storage_problem)
-    elif run.fruitless >= MANY_FRUITLESS and not _waits_for_storage(run):
+    elif run.fruitless >= MANY_FRUITLESS and (
+        run.reason is None or run.reason.code != ReasonCode.STORAGE_UNAVAILABLE
+    ):
         message = (
             f"the last {run.fruitless} submissions ended without a verdict and without a new "
             "checkpoint; the next one comes "
@@ -193,10 +195,6 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
         yield from _set_reason(run, ReasonCode.NO_PROGRESS, message)
     if facts.now >= (run.submitted_at or 0.0) + backoff_s(run.fruitless):
         yield Start(run.id, run.submission)
-
-
-def _waits_for_storage(run: RunFacts) -> bool:
-    return run.reason is not None and run.reason.code == ReasonCode.STORAGE_UNAVAILABLE
 
 
 def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:

@@ -158,16 +158,14 @@ class Retention:
         path = self._reader.manifest_path(name)
         self._run_dir.files.delete_file(path)
         if manifest is not None and (
-            str(name) in held_checkpoints(self._run_dir, self._holds) or self._is_replaced(origin)
+            str(name) in held_checkpoints(self._run_dir, self._holds)
+            or (origin is not None and successor(self._run_dir, origin) is not None)
         ):
             # restore the same bytes
             self._run_dir.files.write(path, manifest.to_bytes())
             return False
         self._run_dir.files.delete_dir(self._reader.directory(str(name)))
         return True
-
-    def _is_replaced(self, origin: Origin | None) -> bool:
-        return origin is not None and successor(self._run_dir, origin) is not None
 
     def _sweep(self, names: Iterable[str], newest: CheckpointName) -> None:
         """Remove those of these directories that never became checkpoints and never will."""

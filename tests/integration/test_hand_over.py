@@ -146,7 +146,10 @@ class Task:
         joins = not threading.current_thread().name.startswith("TrainingThread")
         if self.joins is None and joins:
             self.marker = self.marker.with_suffix(".joins")
-        if self.joins in (joins, None) and self.place != "is asked":
+        if self.place == "has no data":
+            if self.marker.exists():
+                raise FileNotFoundError("the data is not mounted here")
+        elif self.joins in (joins, None) and self.place != "is asked":
             self.plant()
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
@@ -193,6 +196,8 @@ class Task:
         from train_fn.ray_train import rank_process
 
         time.sleep(0.02)
+        if self.place == "has no data":
+            self.marker.touch()  # all ranks that train have built
         if self.place == "is asked" and rank_process.yield_asked() and not self.marker.exists():
             self.marker.touch()
             self.strike()
@@ -479,6 +484,19 @@ def test_a_node_that_is_closed_before_its_rank_is_ready_disturbs_nobody(
     client.nodes.uncordon(free_node(client))
     require_begun_by_itself(run, wait_for_ranks(run, 3, after=1))
     check_steps(run)
+
+
+def test_a_node_that_cannot_build_a_task_gets_no_rank_and_disturbs_nobody(
+    client: Client, tmp_path: Path
+) -> None:
+    """A second error of that kind at one step would end the run."""
+    run, marker = begun_mortal(client, tmp_path, joins=True, place="has no data", number=0)
+    words = "FileNotFoundError: the data is not mounted here"
+    wait_for(lambda: any(words in line.message for line in run.logs()), 60, words)
+    wait_for_step(run, run.refresh().step + 200)
+    assert [attempt.attempt for attempt in run.attempts()] == [1] and marker.exists()
+    check_steps(run)
+    assert run.failures() == []
 
 
 def test_nodes_that_come_one_after_the_other_are_taken_at_once(

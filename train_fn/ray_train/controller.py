@@ -132,7 +132,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         groups = self.worker_group_cls
         if not groups.in_process:
             return None
-        return Recruits(self._engine, self._placement, self._nodes.read, groups.survivors)
+        return Recruits(self._engine, self._placement, self._nodes, groups.survivors)
 
     def _new_failures(self, failure_config: Any) -> EvidencePolicy:
         """Return the failure policy."""

@@ -17,6 +17,7 @@ import ray
 import torch
 
 from train_fn.context import WorkerContext
+from train_fn.errors import AsksForPeers, BuiltByHalves, CannotBuild
 from train_fn.journal.rank_log import listen
 from train_fn.journal.server import LocalJournal
 from train_fn.node import children
@@ -390,9 +391,9 @@ def enter_group(connections: Connections, following: Following) -> None:
 def build_ahead(job: RankJob, launch: RankLaunch) -> None:
     """Import the training loop, and let it build what needs no peers, if it can.
 
-    What it prints goes into the rank's log. Raises what the build raises: the process has run code
-    of the user's by halves then, and must be ended. A new one fails in the same way, and reports
-    it, once it has its rank.
+    What it prints goes into the rank's log. The process must be ended if this raises, since it has
+    run code of the user's by halves: CannotBuild for an error of the build, RuntimeError where a
+    new process may build once it has its rank.
     """
     redactor = process_redactor()
     listen(redactor)
@@ -406,8 +407,10 @@ def build_ahead(job: RankJob, launch: RankLaunch) -> None:
                 wait_for_free_memory(context.device)
                 prove_ahead(context)
                 build(context)
-    except Exception as exc:
+    except (AsksForPeers, BuiltByHalves) as exc:
         raise RuntimeError(f"nothing could be built ahead: {exc}") from None
+    except Exception as exc:
+        raise CannotBuild(f"{type(exc).__name__}: {exc}") from None
 
 
 def _context(job: RankJob, launch: RankLaunch) -> WorkerContext:

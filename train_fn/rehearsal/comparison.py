@@ -241,7 +241,8 @@ def _of_rank(
         if one is not None:
             return one
         loss, other = expected.losses.get(number + 1), found.losses.get(number + 1)
-        if loss is not None and other is not None and not _same(loss, other):
+        is_same = loss == other or (loss != loss and other != other)  # both are no numbers
+        if loss is not None and other is not None and not is_same:
             return Difference("the loss", number + 1, rank, f"{loss} became {other}", step.where)
     if found.final is not None and expected.final is not None:
         if found.final_step != expected.final_step:
@@ -320,10 +321,6 @@ def _few(names: list[str]) -> str:
 
 def _shown(call: list[list[str]]) -> str:
     return "; ".join(each[1] for each in call) or "nothing"
-
-
-def _same(one: float, other: float) -> bool:
-    return one == other or (one != one and other != other)
 
 
 def held_changes(expected: Update, found: Update, ignored: Collection[str]) -> list[str]:

@@ -341,7 +341,9 @@ class TaskState:
         own = [
             name
             for name in names
-            if callable(getattr(task, name, None)) and not _is_torchs(task, name)
+            if callable(getattr(task, name, None))
+            # that of a module is its model's
+            and getattr(type(task), name, None) is not getattr(nn.Module, name)
         ]
         if len(own) == 1:
             lacking = names[own == [names[0]]]
@@ -373,8 +375,3 @@ class TaskState:
                 )
         elif state is not None:
             self._task.load_state_dict(copy.deepcopy(state))
-
-
-def _is_torchs(task: Task, name: str) -> bool:
-    """Return whether this is nn.Module's own method, whose state is the model's."""
-    return isinstance(task, nn.Module) and getattr(type(task), name) is getattr(nn.Module, name)

@@ -87,7 +87,8 @@ class Placement:
             timeout_s: longest wait in seconds.
             prefer: held bundles that are used before others of their node, in this order.
         """
-        self.remove([bundle for bundle in self._bundles if not _is_placed(bundle)])
+        states = [(each, placement_group_table(each.group).get("state")) for each in self._bundles]
+        self.remove([bundle for bundle, state in states if state != "CREATED"])
         lacking, kept = Counter(wanted), []
         places = {bundle.number: place for place, bundle in enumerate(prefer)}
         self._bundles.sort(key=lambda bundle: places.get(bundle.number, len(places)))
@@ -157,10 +158,6 @@ class Placement:
         )
         self._bundles.append(Bundle(group, node_id, self._number))
         return self._bundles[-1]
-
-
-def _is_placed(bundle: Bundle) -> bool:
-    return bool(placement_group_table(bundle.group).get("state") == "CREATED")
 
 
 def _in_turns(bundles: list[Bundle]) -> list[Bundle]:

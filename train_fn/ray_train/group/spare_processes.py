@@ -18,6 +18,7 @@ import grpc  # type: ignore[import-untyped]
 import ray
 from ray.exceptions import RayError
 
+from train_fn.errors import CannotBuild
 from train_fn.ray_train.group.end import NO_STATE, SurvivingProcess, Survivors
 from train_fn.ray_train.group.node_checks import end_stopped
 from train_fn.ray_train.group.placement import Bundle, Placement
@@ -28,7 +29,7 @@ from train_fn.ray_train.ray_internals import (
     node_manager_pb2,
     node_manager_pb2_grpc,
 )
-from train_fn.ray_train.scaling import ReadNodes
+from train_fn.ray_train.scaling import LiveNodes, ReadNodes
 from train_fn.recovery.launch import Engine, RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes, fit_workers
@@ -95,7 +96,10 @@ class WarmPool:
             if not self._ranks:
                 return
         for node in self._read_nodes():
-            if not node.usable or not self._has_room_for_a_rank(node):
+            has_room = all(
+                node.total.get(key, 0.0) >= each for key, each in self._per_worker.items()
+            )
+            if not node.usable or not has_room:
                 continue
             with self._lock:
                 lacking = (
@@ -105,9 +109,6 @@ class WarmPool:
             if lacking > 0 and prestart(node, lacking):
                 with self._lock:
                     self._idle[node.node_id] += lacking
-
-    def _has_room_for_a_rank(self, node: NodeView) -> bool:
-        return all(node.total.get(name, 0.0) >= amount for name, amount in self._per_worker.items())
 
 
 def warm_first_group(
@@ -191,26 +192,29 @@ class Recruits:
     Args:
         engine: what the ranks train.
         placement: the run's bundles.
-        read_nodes: returns the current nodes of the cluster.
+        nodes: of the cluster. One on which a process could not get ready is excluded for a while.
         survivors: takes the processes that are ready.
     """
 
     def __init__(
-        self, engine: Engine, placement: Placement, read_nodes: ReadNodes, survivors: Survivors
+        self, engine: Engine, placement: Placement, nodes: LiveNodes, survivors: Survivors
     ) -> None:
         self._engine = engine
         self._placement = placement
-        self._read_nodes = read_nodes
+        self._nodes = nodes
         self._survivors = survivors
         self._began: float | None = None
         """When the first were called, in monotonic seconds; None if they were not."""
         self._called_for = 0
         """The size of the group for which they were called."""
         self._coming: list[_Recruit] = []
+        self._has_failed = False
+        """Whether one could not get ready."""
 
     def are_ready(self, num_workers: int, scaling: Any, attempt: int) -> bool:
         """Return whether all processes that a group of this size lacks are ready, or do not come in
-        time. The first call for a size begins to make them.
+        time. The first call for a size begins to make them. One that cannot get ready is no reason
+        to leave: on its node the group would fail.
 
         Args:
             num_workers: ranks of the next group.
@@ -220,22 +224,23 @@ class Recruits:
         if self._began is None:
             self._began = time.monotonic()
         if num_workers > self._called_for:
+            has_room = self._call(num_workers, scaling, attempt)
+            if self._has_failed and not has_room:  # there is no other node
+                return False
             self._called_for = num_workers
-            self._call(num_workers, scaling, attempt)
         refs = [one.pid for one in self._coming]
         if refs and time.monotonic() - self._began < READY_S:
             _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
             if late:
                 return False
-        self._take()
-        return True
+        return self._take()
 
     def end(self) -> None:
         """End those that are not ready, since a group starts, or none follows. Their bundles stay
         with the run."""
         for one in self._coming:
             one.end()
-        self._coming, self._began, self._called_for = [], None, 0
+        self._coming, self._began, self._called_for, self._has_failed = [], None, 0, False
 
     def dismiss(self) -> None:
         """End those that are not ready, and give up their bundles, since no larger group follows.
@@ -244,14 +249,15 @@ class Recruits:
         self.end()
         self._placement.remove(bundles)
 
-    def _call(self, num_workers: int, scaling: Any, attempt: int) -> None:
+    def _call(self, num_workers: int, scaling: Any, attempt: int) -> bool:
+        """Begin to make the processes. Return whether the nodes have room for the group."""
         per_worker = scaling._resources_per_worker_not_none
         try:
-            nodes = self._read_nodes()
+            nodes = self._nodes.read()
             held = self._placement.held({node.node_id for node in nodes})
         except Exception as exc:
             logger.warning("the cluster's nodes could not be read: %s", exc)
-            return
+            return False
         strategy = scaling.placement_strategy
         chosen = choose_nodes(nodes, held, per_worker, num_workers=num_workers, strategy=strategy)
         bundles = self._placement.add(chosen or {}, per_worker)
@@ -270,10 +276,11 @@ class Recruits:
             )
             for actor, bundle in zip(new_actors(bundles, per_worker), bundles, strict=True)
         ]
+        return chosen is not None
 
-    def _take(self) -> None:
+    def _take(self) -> bool:
         """Hand over those that are ready, and end the others: those that are late, and those that
-        could not build."""
+        could not build. Return whether the group may begin: no node has to be replaced."""
         ready, coming = [], self._coming
         self._coming = []
         for one in coming:
@@ -284,4 +291,10 @@ class Recruits:
                 cause = getattr(exc, "cause", None) or exc
                 logger.warning("a process for a rank that joins is not used: %s", cause)
                 one.end()
+                if isinstance(cause, CannotBuild):
+                    logger.warning("node %s gets no rank for a while", one.bundle.node_id)
+                    self._nodes.exclude([one.bundle.node_id])
+                    self._placement.remove([one.bundle])
+                    self._began, self._called_for, self._has_failed = None, 0, True
         self._survivors.hold(ready)
+        return self._called_for > 0
