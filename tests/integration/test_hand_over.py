@@ -23,7 +23,7 @@ from tests.support.digits_run import (
     digits,
     wait_for_step,
 )
-from tests.support.service_process import ServiceProcess, wait_for
+from tests.support.service_process import ServiceProcess, has_ended, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -327,8 +327,8 @@ def test_processes_that_are_struck_where_they_go_over_cost_no_step(
     wait_for_ranks(run, 3, after=1)
     check_steps(run)
     struck = [int(each.read_text()) for each in tmp_path.glob("there*")]
-    left = [pid for pid in struck if psutil.pid_exists(pid)]
-    assert [each for each in left if psutil.Process(each).status() != psutil.STATUS_ZOMBIE] == []
+    there = {each.pid: each for each in psutil.process_iter()}
+    assert all(has_ended(there[pid]) for pid in struck if pid in there)
 
 
 def kill_controller(service: ServiceProcess, run: RunHandle) -> None:

@@ -33,6 +33,14 @@ NO_CORDON = {"EVERSTEP_CORDON_RUNS": "0", "EVERSTEP_CORDON_FAILURES": "0"}
 """What is broken on purpose, again and again, is not the nodes' fault."""
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process is gone, at the latest while it is looked at, or is a zombie."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -16,7 +16,7 @@ import pytest
 from service.embedded import worker_start
 from service.embedded.worker_start import FORK_SERVER_VARIABLE, FORKS_DRIVERS_VARIABLE
 from tests.support.fork_server_process import ForkServerProcess
-from tests.support.service_process import wait_for
+from tests.support.service_process import has_ended, wait_for
 
 JOB = """
 import json, os, signal, subprocess, sys, time
@@ -80,10 +80,6 @@ class Job:
         return psutil.Process(int(str(self.said()["pid"])))
 
 
-def gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
 def test_a_forked_driver_is_what_an_exec_would_have_made(
     server: ForkServerProcess, tmp_path: Path
 ) -> None:
@@ -139,10 +135,10 @@ def test_a_job_that_is_killed_takes_its_driver_and_what_that_started_along(
     driver, child = job.driver(), psutil.Process(int(str(job.said()["child"])))
     if not server_lives:
         server.kill()
-    assert not gone(driver) and not gone(child)
+    assert not has_ended(driver) and not has_ended(child)
     job.process.kill()
     job.process.communicate()
-    wait_for(lambda: gone(driver) and gone(child), 60, "the end of driver and child")
+    wait_for(lambda: has_ended(driver) and has_ended(child), 60, "the end of driver and child")
 
 
 def test_a_driver_goes_on_without_the_server_and_its_job_then_fails(
@@ -151,7 +147,7 @@ def test_a_driver_goes_on_without_the_server_and_its_job_then_fails(
     job = Job(server, tmp_path, "stay")
     driver = job.driver()
     server.kill()
-    assert not gone(driver)
+    assert not has_ended(driver)
     job.process.terminate()
     out, _ = job.process.communicate(timeout=60)
     assert job.process.returncode == 1
