@@ -95,18 +95,6 @@ def _secret(credentials: HTTPAuthorizationCredentials | None) -> str | None:
     )
 
 
-def _unauthorized() -> ApiProblem:
-    return ApiProblem(
-        401,
-        "unauthorized",
-        (
-            "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the "
-            "content of $EVERSTEP_HOME/token)"
-        ),
-        headers={"WWW-Authenticate": "Bearer"},
-    )
-
-
 def admitted(
     request: HTTPConnection,
     context: ApiContext,
@@ -125,7 +113,11 @@ def admitted(
     Raises 401 without a token, 429 above the rate limit.
     """
     if found is None:
-        raise _unauthorized()
+        detail = (
+            "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the "
+            "content of $EVERSTEP_HOME/token)"
+        )
+        raise ApiProblem(401, "unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
     wait_s = context.rate_limit.wait_s(found.id)
     if wait_s:
         detail = f"token {found.name!r} exceeds its rate limit; try again in {wait_s} s"

@@ -225,7 +225,10 @@ def picture(runs: Sequence[Run], specs: Sequence[dict[str, Any]]) -> Picture | N
         for path, values in differences(list(specs))
         if path.partition(".")[0] not in _LEFT_OUT
     ]
-    names = sorted({name for run in runs for name in run.metrics}, key=_metric_rank)
+    names = sorted(
+        {name for run in runs for name in run.metrics},
+        key=lambda name: (name.startswith("val_"), not name.endswith("loss"), name),
+    )
     metrics = [(name, [run.metrics.get(name) for run in runs]) for name in names[-MOST_AXES:]]
     shown = fields[: MOST_AXES - len(metrics)] + metrics
     num_left_out = len(fields) + len(names) - len(shown)
@@ -247,10 +250,6 @@ def drawn(shown: Columns, runs: Sequence[tuple[str, str]], num_left_out: int = 0
         lines=tuple(_line(run, number, axes) for number, run in enumerate(runs)),
         num_left_out=num_left_out,
     )
-
-
-def _metric_rank(name: str) -> tuple[bool, bool, str]:
-    return (name.startswith("val_"), not name.endswith("loss"), name)
 
 
 def _axis(title: str, values: Sequence[Any], number: int) -> Axis:

@@ -71,7 +71,7 @@ def decide(
     """
     verdict = judgement.verdict
     if verdict is Verdict.USER_ERROR:
-        return _after_user_error(judgement, past, spec)
+        return _after_user_error(judgement, past, spec, dispensable)
     if verdict is Verdict.PREEMPTION:
         return Decision(True, budget_of(verdict), "restart on the remaining nodes")
     end = (
@@ -115,15 +115,23 @@ def _stop(judgement: Judgement, end: RunEnd) -> Decision:
 
 
 def _after_user_error(
-    judgement: Judgement, past: Sequence[PastFailure], spec: RecoverySpec
+    judgement: Judgement,
+    past: Sequence[PastFailure],
+    spec: RecoverySpec,
+    dispensable: Callable[[], Collection[str]],
 ) -> Decision:
-    """Restart within the budget of user errors, unless the same error came before."""
+    """Restart within the budget of user errors, unless the same error came before. Leave out a node
+    on which one rank alone cannot build the task."""
     num_earlier = sum(failure.verdict is Verdict.USER_ERROR for failure in past)
     end = same_user_error(judgement, past) or too_many_user_errors(num_earlier, judgement, spec)
     if end is not None:
         return _stop(judgement, end)
     action = f"restart, user error {num_earlier + 1} of at most {spec.max_user_errors}"
-    return Decision(True, budget_of(judgement.verdict), action)
+    ranks, node = judgement.detail.get("ranks", ()), judgement.node_id
+    num_raised = sum(each["state"] == "raised" for each in ranks)
+    is_alone = judgement.detail.get("phase") == "start" and num_raised == 1 < len(ranks)
+    left_out = node if is_alone and node in dispensable() else None
+    return Decision(True, budget_of(judgement.verdict), action, leave_out=left_out)
 
 
 def _after_storage_failure(

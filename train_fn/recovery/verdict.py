@@ -72,7 +72,9 @@ def judge(evidence: Evidence) -> Judgement:
         error = raised[0].error
         assert error is not None
         judgement = _judgement(evidence, raised[0], VERDICT_OF_KIND[error.kind])
-        apart = _are_all_apart(evidence)
+        # If ranks differ, and no majority shows which are wrong, all say so.
+        kinds = {report.error and report.error.kind for report in evidence.ranks}
+        apart = len(evidence.ranks) > 1 and kinds == {ErrorKind.CORRUPTION}
         return replace(judgement, first_rank=None, node_id=None) if apart else judgement
     draining = [r for r in evidence.ranks if r.node_draining]
     if draining:
@@ -85,14 +87,6 @@ def judge(evidence: Evidence) -> Judgement:
         return _judgement(evidence, hung[0], Verdict.HANG)
     judgement = _judgement(evidence, None, Verdict.UNKNOWN)
     return replace(judgement, exception=words(evidence.pairs)) if evidence.pairs else judgement
-
-
-def _are_all_apart(evidence: Evidence) -> bool:
-    """Return whether ranks differ, and no majority shows which are wrong: then all say so."""
-    return len(evidence.ranks) > 1 and all(
-        report.error is not None and report.error.kind is ErrorKind.CORRUPTION
-        for report in evidence.ranks
-    )
 
 
 def _of_all(judgement: Judgement) -> Judgement:

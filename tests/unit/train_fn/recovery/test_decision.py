@@ -51,6 +51,20 @@ def test_user_errors_have_a_budget_of_their_own() -> None:
     assert not weighed(user_judgement(7), [], max_user_errors=0).restart
 
 
+def test_a_node_on_which_one_rank_alone_cannot_build_is_left_out() -> None:
+    """A second error of that kind at one step would end the run."""
+
+    def failed(phase: str, *by: int) -> Judgement:
+        missing = RankError(0, ErrorKind.USER, "OSError", "no /data", "", 40, phase, 1.0)
+        reports = [report(rank, error=missing if rank in by else None) for rank in range(2)]
+        return judge(Evidence(attempt=2, noticed_at=50.0, ranks=tuple(reports)))
+
+    assert weighed(failed("start", 1), []).leave_out == "n1"
+    assert weighed(failed("start", 1), [], dispensable=("n0",)).leave_out is None
+    for found in (failed("start", 0, 1), failed("step", 1)):
+        assert (weighed(found, []).restart, weighed(found, []).leave_out) == (True, None)
+
+
 def lost_judgement(step: int | None) -> Judgement:
     return Judgement(Verdict.NODE_LOST, 1, "n1", step, None, None)
 
