@@ -255,7 +255,7 @@ class CallOrder:
             self.compare(self._digest)
 
     def _sharing(self, rows: torch.Tensor) -> list[int]:
-        """Return the number of the weight, or gradient, of which these are this rank's rows."""
+        """Return the number of the weight or gradient whose memory these rows use."""
         memory = rows.untyped_storage()._cdata
         return [
             number * len(self._weights) + at

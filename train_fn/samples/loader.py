@@ -207,7 +207,7 @@ class Loader(Iterator[Loaded]):
 
     @property
     def _parts(self) -> Iterable[Any]:
-        """Return torch's iterators, of which iterable data have one for each stream."""
+        """Return torch's iterators: one, or one for each stream of iterable data."""
         return getattr(self._iterator, "parts", {0: self._iterator}).values()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from everstep.spec.run_spec import RunSpec
@@ -139,12 +139,13 @@ class _Batches(Iterator[Loaded]):
 
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two batches hold the same values."""
-    (values, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
-    return form == other_form and all(
-        torch.equal(value, each)
-        if isinstance(value, torch.Tensor) and isinstance(each, torch.Tensor)
-        else np.array_equal(value, each)
-        for value, each in zip(values, others, strict=True)
+    # by path: the keys of a dictionary may come in another order
+    values, others = (dict(tree_flatten_with_path(each)[0]) for each in (one, other))
+    return values.keys() == others.keys() and all(
+        isinstance(others[path], torch.Tensor) and torch.equal(value, others[path])
+        if isinstance(value, torch.Tensor)
+        else np.array_equal(value, others[path])
+        for path, value in values.items()
     )
 
 

@@ -128,7 +128,8 @@ class Protect(TrainerCallback):  # type: ignore[misc]
                         "itself; leave it out, or load those weights into the model before"
                     )
                 return self._unprotected(ignore_keys_for_eval=ignore_keys_for_eval)
-            self._groups = [dict(group) for group in trainer.optimizer.param_groups]
+            # Without parameters: FSDP2 puts others in their place, and these would stay in memory.
+            self._groups = [{**group, "params": None} for group in trainer.optimizer.param_groups]
             with self._resumed() as directory:
                 return self._unprotected(directory, ignore_keys_for_eval=ignore_keys_for_eval)
 

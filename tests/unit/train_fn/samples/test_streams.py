@@ -19,7 +19,7 @@ from train_fn.errors import BadTask
 from train_fn.samples.ledger import BOOKMARK_STEPS, Bookmarks
 from train_fn.samples.loader import Loaded, Loader, WholePass
 from train_fn.samples.sampler import MicroBatch
-from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
+from train_fn.samples.streams import StreamSampler, StreamSet, _equal, num_streams_of
 
 pytestmark = pytest.mark.own_process
 
@@ -300,6 +300,14 @@ def test_a_rank_knows_the_processes_that_read_its_streams() -> None:
     assert feeding and set(loader.threads) == feeding
     loader.close()
     assert not {child.pid for child in psutil.Process().children()} & begun
+
+
+def test_equal_batches_may_have_their_keys_in_another_order() -> None:
+    one = {"x": torch.ones(2), "ids": [np.arange(2), "a"]}
+    assert _equal(one, {"ids": [np.arange(2), "a"], "x": torch.ones(2)})
+    for other in ({"x": torch.ones(2)}, {**one, "x": np.ones(2)}, {**one, "ids": [np.arange(2)]}):
+        assert not _equal(one, other)
+    assert not _equal(one, {**one, "x": torch.zeros(2)})
 
 
 def test_reading_one_micro_batch_leaves_the_streams_alone() -> None:
