@@ -134,6 +134,35 @@ class Skipping(Sharded):
         return errors.square().sum(), torch.tensor(float(len(errors)))
 
 
+class OnceMore(Skipping):
+    """Rank 0 makes a pass more than the others, from a step on, or to evaluate only."""
+
+    def __init__(self, step: int, *, trains: bool = True) -> None:
+        super().__init__()
+        self._step, self._trains = step, trains
+
+    def loss(  # type: ignore[override]
+        self, model: Any, batch: dict[str, torch.Tensor], step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_alone = torch.distributed.get_rank() == 0 and step >= self._step
+        if is_alone and model.training is self._trains:
+            with torch.no_grad():
+                model(batch["x"], -1)
+        return super().loss(model, batch, -1)
+
+
+def once_more() -> None:
+    replica.build_task = lambda spec: OnceMore(0)
+
+
+def once_more_at_step_1() -> None:
+    replica.build_task = lambda spec: OnceMore(1)
+
+
+def once_more_to_evaluate() -> None:
+    replica.build_task = lambda spec: OnceMore(0, trains=False)
+
+
 class Hidden:
     """What torch does not look into for tensors."""
 

@@ -5,6 +5,7 @@ twin that nobody killed."""
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import string
@@ -331,12 +332,25 @@ def test_what_sharding_would_change_in_silence_is_refused(
         assert outcome.losses == {}
 
 
-def test_ranks_that_call_other_layers_are_refused(tmp_path: Path) -> None:
-    """Torch itself would sum the gradients of two layers of one size without an error."""
-    job = replace(job_of(tmp_path, "skipping"), setup=f"{TASKS}:skipping", world_size=2)
+@pytest.mark.parametrize(
+    ("setup", "message", "step"),
+    [
+        ("skipping", "called other modules of the sharded model", 2),
+        ("once_more", "OnceMore.loss .* calls the sharded model, .* on rank 0, while rank 1", None),
+        ("once_more_at_step_1", "OnceMore.loss .* calls .* on rank 0, while rank 1 does", 1),
+        ("once_more_to_evaluate", "to evaluate the model, calls .* on rank 0, while rank 1", 0),
+    ],
+)
+def test_ranks_that_call_other_layers_are_refused(
+    setup: str, message: str, step: int | None, tmp_path: Path
+) -> None:
+    """Torch itself would sum the gradients of two layers of one size without an error, or wait for
+    a rank that makes a pass less."""
+    job = replace(job_of(tmp_path, "skipping"), setup=f"{TASKS}:{setup}", world_size=2)
     for outcome in run_ranks(replace(job, nodes=("a", "b")), tmp_path):
         assert isinstance(outcome.error, StepFailed)
-        assert "called other modules of the sharded model" in outcome.error.error.message
+        assert re.search(message, outcome.error.error.message)
+        assert outcome.error.error.step == step
 
 
 # ---------------------------------------------------------------- hybrid, and the optimizer alone

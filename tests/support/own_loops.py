@@ -386,6 +386,9 @@ def unlike(job: LoopJob, rank: int) -> Any:
             ahead = 2 if is_odd and what == "gather" and rank else None
             if is_odd and what == "another":
                 model[rank].weight.full_tensor()
+            if is_odd and what == "alone" and rank:
+                with torch.no_grad():
+                    model(torch.randn(6, 16))
             loss = model(torch.randn(6, 16), without, ahead).square().mean()
             loss.backward()
             if is_odd and what == "drop" and rank:
@@ -395,6 +398,8 @@ def unlike(job: LoopJob, rank: int) -> Any:
                 optimizer.param_groups[0]["lr"] *= 2
             optimizer.step()
             optimizer.zero_grad()
+            if is_odd and what == "looking" and rank == 0:
+                model[0].weight.full_tensor()
             state.step(loss=loss)
     return nn.ParameterDict({f"of_{n}": each.weight.full_tensor() for n, each in enumerate(model)})
 

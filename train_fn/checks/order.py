@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from train_fn.checks.check import Check, Moment, checked
@@ -207,7 +208,9 @@ def _num_weights(parts: LoopParts) -> dict[str, int]:
 # FSDP2 gathers weights, and sums gradients, in the order in which a rank uses its modules. Where
 # ranks leave out different layers of one size, or call full_tensor() of different weights, torch
 # would mix the two without an error. So they compare what they gathered and summed before anything
-# is changed.
+# is changed. Where one rank makes a pass alone, all would wait, or gloo would end the processes. So
+# in an attempt's first two steps they also compare before each time that they meet. An attempt that
+# was ended since its ranks waited is followed by one that begins with the same step.
 
 _GROUPS = "fsdp._fully_shard._fsdp_param_group"
 _MEETINGS = (
@@ -226,15 +229,18 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 class CallOrder:
     """Digest what this rank has done since ``take``, in order: the weights of these models that it
-    gathers, and those whose gradients it sums. The newest one of a process counts."""
+    gathers, and those whose gradients it sums. The newest one of a process counts. A collective."""
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, models: Iterable[nn.Module], peers: Peers, source: str | None = None
+    ) -> None:
         weights = dict.fromkeys(each for model in models for each in model.parameters())
         self._numbers = {id(each): _GRADIENTS + at for at, each in enumerate(weights, 1)}
         self._weights = list(weights)
         self._digest = 0
-        self.compare: Callable[[int], object] | None = None
-        """Called with the digest before this rank meets others, where they may not come."""
+        self._peers, self._group = peers, None if peers.alone else dist.new_group(backend="gloo")
+        self.source = source
+        """What runs while ranks compare the digest each time before they meet; else None."""
         for kind, (place, name) in enumerate(_MEETINGS, 1):
             module = importlib.import_module(f"torch.distributed.{place}")
             own = _OWN.setdefault(name, getattr(module, name))
@@ -245,14 +251,41 @@ class CallOrder:
         which go from an ``old`` layout to a ``new`` one."""
         if not isinstance(what, torch.Tensor):
             numbers = [self._numbers.get(id(each.sharded_param), 0) for each in what]
-        elif all(map(_stays, old.placements, new.placements)):
+        elif all(
+            a == b or a.is_replicate() for a, b in zip(old.placements, new.placements, strict=True)
+        ):
             return
         else:
             numbers = [*old.shape, *self._sharing(what)]
         for number in (kind, *numbers):
             self._note(number)
-        if self.compare is not None:
-            self.compare(self._digest)
+        self._compare(self._digest)
+
+    def arrive(self) -> None:
+        """Say that this rank has run the code. Call it before the ranks exchange anything else.
+        Raises BadTask if others are about to meet in it. A collective while ranks compare."""
+        self._compare(_RETURNED)
+
+    @checked(
+        *(Moment.FIRST_PASS, Moment.TRIED, Moment.LOSS, Moment.EVALUATED, Moment.EPOCH_HOOK),
+        cost="a small exchange before each collective of the sharded model, in two steps of an "
+        "attempt and in on_epoch_end",
+    )
+    def _compare(self, digest: int) -> None:
+        if self.source is None:
+            return
+        rows = self._peers.exchange(digest.to_bytes(8, "little"), self._group)
+        digests = [int.from_bytes(each, "little") for each in rows]
+        if len(set(digests)) == 1:
+            return
+        rank = next(rank for rank, each in enumerate(digests) if each != _RETURNED)
+        other = next(at for at, each in enumerate(digests) if each != digests[rank])
+        does = "has returned" if digests[other] == _RETURNED else "does something else"
+        raise BadTask(
+            f"{self.source} calls the sharded model, or gathers a weight of it, on rank {rank}, "
+            f"while rank {other} {does}. Do it on all ranks in the same order, and let one of them "
+            "write or print what it finds, or do not shard the model"
+        )
 
     def _sharing(self, rows: torch.Tensor) -> list[int]:
         """Return the number of the weight or gradient whose memory these rows use."""
@@ -286,40 +319,23 @@ def _noted(own: Any, kind: int, order: weakref.ref[CallOrder]) -> Any:
     return meet
 
 
-def _stays(old: Any, new: Any) -> bool:
-    return bool(old == new or old.is_replicate())
-
-
 _RETURNED = 0
 
 
-@checked(Moment.EPOCH_HOOK, cost="a small exchange before each collective of the sharded model")
 @contextmanager
-def met_by_all(order: CallOrder, peers: Peers, source: str) -> Iterator[None]:
+def met_by_all(order: CallOrder | None, source: str) -> Iterator[None]:
     """Raise BadTask inside the block where a rank is about to meet others for the sharded model,
-    and they do not come: gloo would end the processes. A collective."""
-
-    def compare(digest: int) -> None:
-        rows = peers.exchange(digest.to_bytes(8, "little"))
-        digests = [int.from_bytes(each, "little") for each in rows]
-        if len(set(digests)) == 1:
-            return
-        rank = next(rank for rank, each in enumerate(digests) if each != _RETURNED)
-        other = next(at for at, each in enumerate(digests) if each != digests[rank])
-        does = "has returned" if digests[other] == _RETURNED else "does something else"
-        raise BadTask(
-            f"{source} calls the sharded model, or gathers a weight of it, on rank {rank}, while "
-            f"rank {other} {does}. Do it on all ranks in the same order, and let one of them write "
-            "or print what it finds, or set train.sharding to none"
-        )
-
+    and they do not come. A collective, unless there is no order."""
+    if order is None:
+        yield
+        return
     order.take()
-    order.compare = compare
+    order.source = source
     try:
         yield
-        compare(_RETURNED)
+        order.arrive()
     finally:
-        order.compare = None
+        order.source = None
 
 
 @checked(Moment.LOSS, Moment.EVALUATED, cost="a digest of what FSDP2 gathers and sums")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -218,7 +218,7 @@ def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
     ):
         shown = tuple(
             f"tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else part
-            for part in _parts(answer)
+            for part in (answer if isinstance(answer, tuple) else (answer,))
         )
         raise BadTask(f"{where(task, 'loss')} must return (0-d tensor, weight), not {shown!r:.200}")
     weight = answer[1]
@@ -275,10 +275,6 @@ def check_gradients(task: Task, model: nn.Module, *, may_be_unused: bool) -> Non
             "requires_grad=False on them; if later batches use "
             "them, set train.unused_parameters to allow, or add 0.0 * parameter.sum() to the loss"
         )
-
-
-def _parts(answer: Any) -> Iterable[Any]:
-    return answer if isinstance(answer, tuple) else (answer,)
 
 
 def _kind(value: Any) -> str:

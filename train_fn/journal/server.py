@@ -53,7 +53,9 @@ class JournalServer:
             self._progress = ProgressTracker(self._told_step)
             try:
                 if writer.last_n:
-                    self._read_back(self._run_dir)
+                    # after an earlier server was killed, for replies
+                    for event in journal_events(self._run_dir, (self._submission,)):
+                        self._note(event)
             except BaseException:
                 writer.close()
                 raise
@@ -86,11 +88,6 @@ class JournalServer:
             self._flip,
             stacks=self._stacks,
         )
-
-    def _read_back(self, run_dir: RunDir) -> None:
-        """Read the state for replies from the journal, after an earlier server was killed."""
-        for event in journal_events(run_dir, (self._submission,)):
-            self._note(event)
 
     def _line(self, source: str, event: SourceEvent) -> JournalEvent:
         return JournalEvent(

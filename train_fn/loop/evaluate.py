@@ -21,7 +21,7 @@ from everstep.wire.events import lookup
 from storage.checkpoints.reader import best_of, is_better
 from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
 from train_fn.checks.check import Moment
-from train_fn.checks.order import require_same_order
+from train_fn.checks.order import met_by_all, require_same_order
 from train_fn.checks.returns import NO_LOSS, measures_loss
 from train_fn.checks.trained import with_samples_kept
 from train_fn.context import WorkerContext
@@ -86,12 +86,15 @@ def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     """Return each metric's sum over its weight. Sums are rounded once, so that they do not depend
     on which rank measured which micro-batch."""
     own, state = _own_metrics(replica), replica.state
-    checks = replica.checks.around(Moment.EVALUATED, _measuring(replica.task))
-    with checks, evaluating(state.model), replica.volatile.kept():
-        mine = _measure_share(ctx, replica, own)
+    source = _measuring(replica.task)
+    checks = replica.checks.around(Moment.EVALUATED, source)
+    met = met_by_all(replica.order_at_first, source)
+    with checks, evaluating(state.model), replica.volatile.kept(), met:
+        batches = batches_of_whole_pass if is_iterable(replica.val_set) else batches_by_index
+        mine = _measure_all(ctx, replica, own, batches(ctx, replica))
     order = 0 if replica.order is None else replica.order.take()
     shares = replica.peers.gather((mine, own.states(), order))
-    require_same_order([each for *_, each in shares], _measuring(replica.task), "in an evaluation")
+    require_same_order([each for *_, each in shares], source, "in an evaluation")
     return averages_of([entry for share, *_ in shares for entry in share]) | own.computed(
         [states for _, states, _ in shares]
     )
@@ -156,8 +159,8 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
     untrained = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
     source = _measuring(replica.task)
     try:
-        checks = replica.checks.around(Moment.TRIED, source)
-        with checks, generators_kept(ctx.device), evaluating(model):
+        checks, met = replica.checks.around(Moment.TRIED, source), met_by_all(replica.order, source)
+        with checks, generators_kept(ctx.device), evaluating(model), met:
             _measure_all(ctx, replica, own, with_samples_kept(source, first))
         lost = untrained.changed_without_copy()
     finally:
@@ -169,18 +172,6 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
             "because it is large, so that ranks would train on different values. Change it in "
             "training only: if self.training"
         )
-
-
-def _measure_share(ctx: WorkerContext, replica: Replica, own: OwnMetrics) -> list[tuple[int, Sums]]:
-    """Measure this rank's micro-batches, and update the task's own metrics."""
-    return _measure_all(
-        ctx,
-        replica,
-        own,
-        batches_of_whole_pass(ctx, replica)
-        if is_iterable(replica.val_set)
-        else batches_by_index(ctx, replica),
-    )
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import torch
 from train_fn.checks.attributes import owners_of, warn_of_unsaved
 from train_fn.checks.check import Moment
 from train_fn.checks.fits import check_small_batch, smallest_micro_batch, trains_batch_norm
+from train_fn.checks.order import met_by_all
 from train_fn.checks.returns import check_gradients, check_moves, uses_nothing
 from train_fn.checks.trained import GradientWatch, require_samples_kept
 from train_fn.elastic.exchange import TreeLateChanges, TreeValues
@@ -116,15 +117,16 @@ def _pass_and_check(
     state, peers, task = replica.state, replica.peers, replica.task
     replica.seed(0, 0)
     generators = torch_generators(peers.device)
-    with replica.checks.around(Moment.FIRST_PASS, where(task, "loss")):
+    source = where(task, "loss")
+    with replica.checks.around(Moment.FIRST_PASS, source), met_by_all(replica.order, source):
         watched = GradientWatch(replica.parameters)
         gathered = None if replica.shards is None else GatheredWeights(replica.shards)
         with ExitStack() as stack:
             if gathered is not None:
                 stack.enter_context(passes_named(task))
-                stack.enter_context(gathered.watched(where(task, "loss")))
+                stack.enter_context(gathered.watched(source))
             loss_sum, weight = replica.wrapped(batch)
-        watched.require_untouched(where(task, "loss"))
+        watched.require_untouched(source)
         if replica.draws_from_torch_alone:
             replica.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
         moving, ignored = warm_up.look()
@@ -134,9 +136,7 @@ def _pass_and_check(
         if 0 < weighed < math.inf:
             replica.weight_per_sample = weighed / (len(indices) * num_ranks)
     micro = MicroBatch(0, 0, indices)
-    require_samples_kept(
-        where(task, "loss"), loaded, batch, lambda: sketch(replica.load(micro).batch)
-    )
+    require_samples_kept(source, loaded, batch, lambda: sketch(replica.load(micro).batch))
     if replica.used is None:
         is_whole = gathered is None or gathered.were_all_called
         may_be_unused = peers.alone or replica.exchange is not None or replica.shards is not None

@@ -230,7 +230,7 @@ class Replica:
         self.exchanges_in_forward = (
             exchanges_in_forward(self.state.model) or self.shards is not None
         )
-        self.order = CallOrder([self.state.model]) if self.shards is not None else None
+        self.order = CallOrder([self.state.model], self.peers) if self.shards is not None else None
         groups = self.state.optimizer.param_groups
         held = {id(parameter) for group in groups for parameter in group["params"]}
         trained = [each for each in self.state.model.parameters() if each.requires_grad]
@@ -272,6 +272,11 @@ class Replica:
         self.before_hook: str | None = None
         """Digest of the state before the task's ``on_epoch_end``, which runs; None if it does not.
         """
+
+    @property
+    def order_at_first(self) -> CallOrder | None:
+        """Return the order of a sharded model's calls in the first two steps; else None."""
+        return self.order if self.state.step < self.together.begun_at + 2 else None
 
     def join(self, *, is_fresh: bool = False) -> None:
         """Connect the replica to its peers, and run one backward pass whose gradients are dropped.

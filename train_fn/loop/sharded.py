@@ -473,9 +473,7 @@ def rows_alone(replica: Replica, source: str, *, meets: bool = False) -> Iterato
     if replica.shards is None:
         yield
         return
-    order = replica.order if meets else None
-    together = nullcontext() if order is None else met_by_all(order, replica.peers, source)
-    with RowsAlone(source), together:
+    with RowsAlone(source), met_by_all(replica.order if meets else None, source):
         yield
     replica.shards.reshard()  # after a pass of the model
     if replaced := replica.shards.replaced():
@@ -508,6 +506,8 @@ class ShardedStep(StepExchange):
     def begin(self, plan: StepPlan) -> None:
         super().begin(plan)
         self._order.take()
+        is_early = self._replica.order_at_first is not None
+        self._order.source = where(self._replica.task, "loss") if is_early else None
 
     def around(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -526,6 +526,8 @@ class ShardedStep(StepExchange):
         """Return the totals over all ranks. Raise BadTask if they called other modules."""
         replica = self._replica
         own, peers = replica.fingerprints, replica.peers
+        self._order.arrive()
+        self._order.source = None
         own.finish()
         digests = own.gradient or 0, own.weights or 0
         norm = 0.0 if self._max_norm is None else norm_of(self._gradients())

@@ -302,6 +302,7 @@ class Protected:
     def _settle(self, training: LoopTraining) -> None:
         """Read what the ranks said of the last commit, before anything of it changes. A collective:
         every rank has run its backward pass."""
+        training.arrive()
         training.session.require_current()
         if training.session.holdings is not None:
             self._end_commit(training)  # what is about to change must be kept by now
@@ -340,6 +341,7 @@ class Protected:
     def _commit(self, training: LoopTraining, values: Values) -> None:
         """Commit the step, and keep what is due."""
         state, share, commits = self._state, self._share, training.commits
+        training.arrive()
         training.checks.at(Moment.LOSS)
         if not self._is_settled:
             self._settle(training)
@@ -419,6 +421,7 @@ class Protected:
             )
         if self._data_error is not None:
             raise self._data_error  # the loop caught it
+        training.arrive()
         self._end_commit(training)
         self._finish(training, None)
 

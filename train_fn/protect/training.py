@@ -84,6 +84,14 @@ class LoopTraining:
     order: CallOrder | None
     """Only of a sharded model."""
 
+    def arrive(self) -> None:
+        """Meet the other ranks of a sharded model before anything else is exchanged, in the first
+        two steps. Raises BadTask if they call the model meanwhile."""
+        if self.order is not None:
+            self.order.arrive()
+            if self.commits.updates.num > 1:
+                self.order.source = None
+
     def pass_gate(self) -> None:
         """Meet the other ranks of a sharded model, before the optimizer steps or the loop ends.
         Raises BadTask if they do not gather and sum the same."""
@@ -116,7 +124,7 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn, *, of_trainer: boo
         boundary=Boundary(state, watch, shadows.renew if shadows is not None else lambda: None),
         commits=Commits(session, state, agreement, updates),
         shadows=shadows,
-        order=CallOrder(parts.modules()) if parts.piece is not None else None,
+        order=CallOrder(parts.modules(), peers, "the loop") if parts.piece is not None else None,
     )
     session.open(exchange=agreement.exchange)  # it starts threads: what may fail has come before
     return training

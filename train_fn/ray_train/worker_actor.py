@@ -171,7 +171,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         checkpoint name."""
         super().init_train_context(*args, **kwargs)
         if not self._meets_to_report:
-            get_train_context()._sync_checkpoint_dir_name_across_ranks = _given_name
+            get_train_context()._sync_checkpoint_dir_name_across_ranks = lambda name: name
 
     def run_train_fn(self, *args: Any, **kwargs: Any) -> None:
         """Start Ray's training thread, whose end is reported from here on."""
@@ -362,10 +362,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Write that state as a snapshot, and let go of it. Return why that cannot be done; None if
         it was written, or if there is none."""
         return store.leave_kept_state()
-
-
-def _given_name(checkpoint_dir_name: str) -> str:
-    return checkpoint_dir_name
 
 
 def connect(following: Following) -> Connections:

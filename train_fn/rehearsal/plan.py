@@ -86,7 +86,8 @@ def rehearse(
         say(row)
 
     with tempfile.TemporaryDirectory(prefix="everstep-rehearsal-") as directory:
-        setup = Setup(_alone(spec), archive, Path(directory), ranks, steps, max_samples, _name())
+        name = f"rehearsal-{secrets.token_hex(6)}"
+        setup = Setup(_alone(spec), archive, Path(directory), ranks, steps, max_samples, name)
         if archive is not None:
             CodeStore(open_storage(setup.storage)).put(archive)
         notes = _Rehearsal(setup, tell).run()
@@ -94,10 +95,6 @@ def rehearse(
     return Rehearsal(
         outcome=outcome, text=text, ranks=ranks, steps=steps, rows=tuple(rows), notes=notes
     )
-
-
-def _name() -> str:
-    return f"rehearsal-{secrets.token_hex(6)}"
 
 
 def _alone(spec: RunSpec) -> RunSpec:

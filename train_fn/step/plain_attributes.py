@@ -129,16 +129,14 @@ def _differences(key: str, before: Any, now: Any) -> list[str]:
 def _put_back(owner: object, before: _Object, depth: int) -> None:
     now = _Object(owner, depth)
     for key, (value, copied) in before.values.items():
-        if key not in now.keys or (key in now.values and _differs(copied, now.values[key][1])):
+        if key not in now.keys or (
+            key in now.values and _differences(key, copied, now.values[key][1])
+        ):
             vars(owner)[key] = _restored(value, copied)
         if isinstance(copied, _Object):
             _put_back(value, copied, depth + 1)
     for key in now.values.keys() - before.keys:
         del vars(owner)[key]
-
-
-def _differs(before: Any, now: Any) -> bool:
-    return bool(_differences("", before, now))
 
 
 def _values_of(owner: object, depth: int) -> dict[str, tuple[Any, Any]]:
