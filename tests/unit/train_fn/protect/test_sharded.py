@@ -23,6 +23,7 @@ from train_fn.protect.commits import Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.state.pieces import Piece
 from train_fn.state.tensor_tree import copy_to_cpu, leaves
+from train_fn.step.peers import Peers
 
 
 @pytest.fixture(autouse=True)
@@ -303,6 +304,7 @@ def with_a_frozen_layer(model: Layers) -> None:
     as_ever(model)
 
 
+ALONE = Peers(0, 1, torch.device("cpu"))
 STEPS = (
     as_ever,
     without_a_layer,
@@ -319,7 +321,7 @@ STEPS = (
 
 def order_of(step: Callable[[Layers], None], **options: Any) -> int:
     model = Layers(**options)
-    order = CallOrder([model])
+    order = CallOrder([model], ALONE)
     step(model)
     return order.take()
 
@@ -337,10 +339,12 @@ def test_ranks_that_meet_others_in_another_order_have_other_digests() -> None:
 
 def test_another_model_of_the_process_counts_for_nothing_once_it_is_gone() -> None:
     model = Layers()
-    order = CallOrder([model])
+    order = CallOrder([model], ALONE)
     as_ever(Layers())
     strangers = order.take()
-    assert strangers != CallOrder([model]).take(), "its sums would be mixed with those of this one"
+    assert strangers != CallOrder([model], ALONE).take(), (
+        "its sums would be mixed with those of this one"
+    )
     del order
     as_ever(model)
 
