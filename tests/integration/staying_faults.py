@@ -63,12 +63,13 @@ def die_in_the_commit() -> None:
 
 def die_in_the_evaluation() -> None:
     """Its share is measured, and its peers wait for it."""
-    from train_fn.loop import evaluate
+    from train_fn.tasks.metrics import OwnMetrics, TreeMetrics
 
     def strike(*_: Any) -> None:
         _die()
 
-    _once(evaluate, "_measure_share", strike, after=True)
+    _once(OwnMetrics, "states", strike)
+    _once(TreeMetrics, "states", strike)
 
 
 def die_while_ranks_meet() -> None:

@@ -57,8 +57,7 @@ def begin() -> None:
         return
     if _rank is None:
         _own({inode for inode, _ in _sockets()})
-        # what no other process of this machine has at any time
-        mark = f"{_pid_namespace()}-{os.getpid()}-{_birth(os.getpid())}"
+        mark = _own_mark()
         os.environ[MARK_VARIABLE] = mark
         reading, writing = os.pipe()
         pipe = os.fstat(reading).st_ino
@@ -213,6 +212,11 @@ def _end_if_left(pid: int) -> bool:
         return True
     finally:
         os.close(pidfd)
+
+
+def _own_mark() -> str:
+    """Return what no other process of this machine has at any time."""
+    return f"{_pid_namespace()}-{os.getpid()}-{_birth(os.getpid())}"
 
 
 def _mark_of(pid: int) -> str | None:

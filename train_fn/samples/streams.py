@@ -203,9 +203,9 @@ class StreamSampler(Sampler):
         """Return the micro-batches of a global batch that come from a stream, in order. There may
         be none if the batch is short."""
         size = self.size_of(k)
-        ordinal = epoch * self._in_epoch(stream) + k * self._in_batch(
-            stream, self.global_batch_size
-        )
+        full = self._in_batch(stream, self.global_batch_size)
+        last = self._in_batch(stream, self.size_of(self.steps_per_epoch - 1))
+        ordinal = (epoch * (self.steps_per_epoch - 1) + k) * full + epoch * last
         micros = []
         for number in self._numbers(stream, size):
             length = min(self.micro_batch_size, size - number * self.micro_batch_size)
@@ -234,10 +234,6 @@ class StreamSampler(Sampler):
             0,
             min(numbers.stop * self.micro_batch_size, size) - numbers.start * self.micro_batch_size,
         )
-
-    def _in_epoch(self, stream: int) -> int:
-        full = (self.steps_per_epoch - 1) * self._in_batch(stream, self.global_batch_size)
-        return full + self._in_batch(stream, self.size_of(self.steps_per_epoch - 1))
 
 
 # ---------------------------------------------------------------- stream reader
