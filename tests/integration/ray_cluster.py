@@ -198,7 +198,13 @@ def _host() -> None:
         os.environ.update(env)
         try:
             resources = {"num_cpus": 1, "num_gpus": int(os.environ[_GPUS_VARIABLE])}
-            return {"node_id": state["cluster"].add_node(**resources, **forked).node_id}
+            try:
+                node = state["cluster"].add_node(**resources, **forked)
+            except Exception as exc:  # Ray waits for 30 s, which a busy machine may need
+                if "timed out during startup" not in str(exc):
+                    raise
+                node = state["cluster"].add_node(**resources, **forked)
+            return {"node_id": node.node_id}
         finally:
             for name in env.keys() - before.keys():
                 del os.environ[name]

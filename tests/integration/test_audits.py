@@ -18,6 +18,7 @@ from tests.integration.audit_setups import FAULTY_FROM, FAULTY_RANK
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_alone import make_text_spec
 from tests.integration.test_exactness_failures import errors_of
+from tests.support.two_groups import only_in_chaos
 
 SETUPS = "tests.integration.audit_setups"
 MOVING = f"{SETUPS}:moving"
@@ -69,9 +70,7 @@ def twin_of(job: Job, tmp_path: Path) -> tuple[Any, ...]:
     [
         ("world_size", "fp32"),
         ("elastic", "fp32"),
-        ("world_size", "bf16"),
-        pytest.param("world_size", "fp16", marks=pytest.mark.chaos),
-        pytest.param("elastic", "bf16", marks=pytest.mark.chaos),
+        *only_in_chaos(("world_size", "bf16"), ("world_size", "fp16"), ("elastic", "bf16")),
     ],
 )
 def test_one_wrong_bit_in_a_ranks_own_gradient_is_found_before_the_step(
@@ -147,7 +146,7 @@ def test_a_wrong_bit_of_the_sum_is_found_before_the_step(tmp_path: Path) -> None
     assert [error.snapshot_step for error in errors] == [FLIPPED_AT, FLIPPED_AT, None]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, *only_in_chaos(1)])
 def test_wrong_weights_are_told_from_a_wrong_result(world_size: int, tmp_path: Path) -> None:
     """The state itself is wrong then, and is not kept."""
     faulty = world_size - 1

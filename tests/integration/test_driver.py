@@ -24,6 +24,7 @@ from storage.run_dir import CheckpointName
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster
 from tests.support.small_disk import mounted_small_disk
+from tests.support.two_groups import only_in_chaos
 from train_fn.checkpoints.saver import REPORT_EVERY_S
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.state.run_state import NUM_POINTS
@@ -75,6 +76,7 @@ def check_lossless(run: DrivenRun, total_steps: int) -> None:
         assert epoch.data["used_once"] == epoch.data["samples"]
 
 
+@pytest.mark.chaos
 def test_ray_train_takes_reports_at_once_though_it_asks_ranks_seldom(begin: Begin) -> None:
     run = begin(
         spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 50}),
@@ -123,6 +125,7 @@ def test_ray_train_takes_reports_at_once_though_it_asks_ranks_seldom(begin: Begi
     )
 
 
+@pytest.mark.chaos
 def test_a_killed_rank_costs_no_step_and_is_named(begin: Begin) -> None:
     run = begin(spec(train={"epochs": 12, "global_batch_size": 64}))
     run.wait_for_step(30)
@@ -257,6 +260,7 @@ def test_a_killed_journal_loses_and_doubles_nothing(begin: Begin) -> None:
     assert run.events[-1].kind is EventKind.FINISHED
 
 
+@pytest.mark.chaos
 def test_slow_steps_that_a_silent_journal_missed_are_reported_by_the_survivor(
     begin: Begin,
 ) -> None:
@@ -317,6 +321,7 @@ def test_the_same_user_error_at_the_same_step_twice_stops_the_run(begin: Begin) 
     assert "step 40 twice" in finished["reason"]["message"]
 
 
+@pytest.mark.chaos
 def test_a_gpu_that_fails_is_nobodys_fault_and_the_run_goes_on_elsewhere(begin: Begin) -> None:
     run = begin(small_spec(60, 5, device_fails_at="40"), small=True)
     assert run.wait_for_end() == 0, run.describe()
@@ -332,6 +337,7 @@ def test_a_gpu_that_fails_is_nobodys_fault_and_the_run_goes_on_elsewhere(begin: 
     assert failure["node_id"] not in {worker["node_id"] for worker in after}
 
 
+@pytest.mark.chaos
 def test_ranks_leave_a_draining_node_before_it_goes(begin: Begin, cluster: RayCluster) -> None:
     run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}))
     run.wait_for_step(20)
@@ -357,7 +363,7 @@ def test_ranks_leave_a_draining_node_before_it_goes(begin: Begin, cluster: RayCl
     assert run.last(EventKind.FINISHED).data["reason"]["code"] == "paused_by_user"
 
 
-@pytest.mark.parametrize("how", ["endless loop", "stopped process"])
+@pytest.mark.parametrize("how", ["stopped process", *only_in_chaos("endless loop")])
 def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
     tags = {"hang_at": "40"} if how == "endless loop" else {}
     run_spec = small_spec(200, **tags).model_copy(

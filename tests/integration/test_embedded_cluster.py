@@ -128,6 +128,7 @@ def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Se
     assert not settings.cluster_path.exists()
 
 
+@pytest.mark.chaos
 def test_what_a_head_and_a_keeper_leave_that_die_at_once_is_cleared(settings: Settings) -> None:
     """Nobody is left to clear up but the next service. A lost note does not hide what is left."""
     settings = settings.model_copy(update={"nodes": 1})  # two clusters are started

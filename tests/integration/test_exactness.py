@@ -16,6 +16,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
+from tests.support.two_groups import only_in_chaos
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.recovery.evidence import StepFailed, describe_error
 
@@ -94,7 +95,8 @@ def merged_losses(*outcomes: Outcome) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "norm"), [(1, "batch"), (2, "batch"), (2, "group"), (3, "batch")]
+    ("world_size", "norm"),
+    [(2, "group"), (3, "batch"), *only_in_chaos((1, "batch"), (2, "batch"))],
 )
 def test_resumed_from_a_checkpoint_is_bitwise_the_same(
     world_size: int, norm: str, tmp_path: Path
@@ -121,7 +123,7 @@ def test_resumed_from_a_checkpoint_is_bitwise_the_same(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("world_size", "killed_rank"), [(2, 0), (2, 1), (3, 1), (5, 2)])
+@pytest.mark.parametrize(("world_size", "killed_rank"), [(2, 0), (5, 2)])
 def test_survivors_of_a_killed_rank_lose_no_step(
     world_size: int, killed_rank: int, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_changed_in_place import Task
 from tests.integration.test_exactness_small_batches import small_spec
+from tests.support.two_groups import only_in_chaos
 from train_fn.loop import replica
 from train_fn.loop.commit import TORN
 from train_fn.recovery.evidence import StepFailed
@@ -90,7 +91,11 @@ def job_of(name: str, setup: str, tmp_path: Path, attempt: int = 1) -> Job:
 
 @pytest.mark.parametrize(
     ("breaks", "goes_on"),
-    [("dies_between", "shrinks"), ("fails_between", "shrinks"), ("dies_reporting", "reports")],
+    [
+        ("dies_between", "shrinks"),
+        ("dies_reporting", "reports"),
+        *only_in_chaos(("fails_between", "shrinks")),
+    ],
 )
 def test_a_hook_that_did_not_end_runs_in_the_next_attempt(
     breaks: str, goes_on: str, tmp_path: Path

@@ -12,6 +12,7 @@ from tests.integration.evaluated_trainees import HOOK_S, NUM_HELD_OUT, NUM_STREA
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_precision import own_task_spec
+from tests.support.two_groups import only_in_chaos
 from train_fn.loop.evaluate import MIN_MICRO_BATCH
 from train_fn.recovery.hang import HangWatch, ProgressTracker
 from train_fn.recovery.settings import RecoverySettings
@@ -19,7 +20,7 @@ from train_fn.recovery.settings import RecoverySettings
 TRAINEES = "tests.integration.evaluated_trainees"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, *only_in_chaos(1, 3)])
 def test_a_metric_is_averaged_over_the_batches_that_have_it(
     world_size: int, tmp_path: Path
 ) -> None:
@@ -49,7 +50,7 @@ def test_a_metric_is_averaged_over_the_batches_that_have_it(
     ], "in the order in which the names first occur"
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("world_size", "num_workers"), [(2, 1), *only_in_chaos((1, 0))])
 def test_the_batch_that_is_tried_before_the_first_step_leaves_no_trace(
     world_size: int, num_workers: int, tmp_path: Path
 ) -> None:
@@ -72,7 +73,7 @@ def test_the_batch_that_is_tried_before_the_first_step_leaves_no_trace(
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, *only_in_chaos(1)])
 def test_an_error_of_the_evaluation_comes_before_the_first_step(
     world_size: int, tmp_path: Path
 ) -> None:
@@ -88,7 +89,7 @@ def test_an_error_of_the_evaluation_comes_before_the_first_step(
     assert [outcome.losses for outcome in outcomes] == [{}] * world_size
 
 
-@pytest.mark.parametrize("one_node", [True, False])
+@pytest.mark.parametrize("one_node", [True, *only_in_chaos(False)])
 def test_an_evaluation_that_takes_all_ranks_along_costs_no_step(
     one_node: bool, tmp_path: Path
 ) -> None:

@@ -10,11 +10,12 @@ from everstep.wire.events import EventKind
 from tests.integration.model_kinds import plain_lazy_run
 from tests.integration.moving_buffers import NUM_STEPS, SPEC
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
+from tests.support.two_groups import only_in_chaos
 
 KINDS = "tests.integration.model_kinds"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, *only_in_chaos(1)])
 def test_lazy_layers_take_their_shape_before_anything_else_is_built(
     world_size: int, tmp_path: Path
 ) -> None:

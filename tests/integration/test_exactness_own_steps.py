@@ -12,6 +12,7 @@ from everstep.wire.events import EventKind
 from tests.integration.own_steps_task import NUM_STEPS, SPEC, plain_run, weights_of
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.support.silent_backend import SilentOptions
+from tests.support.two_groups import only_in_chaos
 from train_fn.recovery.evidence import StepFailed
 
 MODULE = "tests.integration.own_steps_task"
@@ -29,7 +30,7 @@ def points_of(*outcomes: Outcome) -> dict[int, tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, *only_in_chaos(1, 3)])
 def test_every_world_size_does_what_plain_torch_does(world_size: int, tmp_path: Path) -> None:
     run_dir = make_run_dir(tmp_path)
     outcome = train_to_end(Job(run_dir, SPEC, world_size, setup=QUIET), tmp_path)
@@ -49,9 +50,9 @@ def test_every_world_size_does_what_plain_torch_does(world_size: int, tmp_path: 
     ("world_size", "rank", "update", "place"),
     [
         (2, 1, 5 * UPDATES + 2, "before"),  # its peer waits in the critic's second step
-        (2, 0, 5 * UPDATES + 3, "before"),  # the critic has stepped on both
+        *only_in_chaos((2, 0, 5 * UPDATES + 3, "before")),  # the critic has stepped on both
         (3, 2, 6 * UPDATES + 3, "after"),  # all have stepped both, and none has committed
-        (1, 0, 5 * UPDATES + 3, "after"),
+        *only_in_chaos((1, 0, 5 * UPDATES + 3, "after")),
     ],
 )
 def test_a_kill_within_a_step_loses_and_repeats_nothing(

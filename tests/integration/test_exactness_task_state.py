@@ -11,11 +11,12 @@ from everstep.wire.events import EventKind
 from tests.integration.moving_buffers import NUM_STEPS, SPEC
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.stateful_task import plain_losses
+from tests.support.two_groups import only_in_chaos
 
 SETUP = "tests.integration.stateful_task:annealed_task"
 
 
-@pytest.mark.parametrize(("world_size", "killed"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("world_size", "killed"), [(3, 0), *only_in_chaos((2, 1))])
 def test_a_survivors_snapshot_holds_the_tasks_state(
     world_size: int, killed: int, tmp_path: Path
 ) -> None:

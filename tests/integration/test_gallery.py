@@ -23,9 +23,9 @@ MIGRATED = GALLERY.parent / "migrated"
 
 CHAOS = pytest.mark.chaos
 EXAMPLES = [
-    pytest.param("accelerate_loop", Killed(1, 14, "before"), 1),
-    pytest.param("hf_trainer", Killed(1, 14, "before"), 1),
-    pytest.param("lightning_module", Killed(1, 14, "before"), 1),
+    pytest.param("accelerate_loop", Killed(1, 14, "before"), 1, marks=CHAOS),
+    pytest.param("hf_trainer", Killed(1, 14, "before"), 1, marks=CHAOS),
+    pytest.param("lightning_module", Killed(1, 14, "before"), 1, marks=CHAOS),
     pytest.param("gpt_by_path", Killed(1, 14, "before"), 1),
     pytest.param("clip", Killed(0, 20, "after"), 1),
     pytest.param("accelerate_loop", Killed(0, 20, "after"), 1, marks=CHAOS),
@@ -81,9 +81,9 @@ def inputs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "killed"),
     [
-        pytest.param("images", Killed(1, 5, "before")),
+        pytest.param("images", Killed(1, 5, "before"), marks=CHAOS),
         pytest.param("small_gpt", Killed(1, 14, "before")),
-        pytest.param("recommender", Killed(1, 8, "before")),
+        pytest.param("recommender", Killed(1, 8, "before"), marks=CHAOS),
         pytest.param("images", Killed(1, 6, "after"), marks=CHAOS),
         pytest.param("images", Killed(0, 3, "after"), marks=CHAOS),
         pytest.param("small_gpt", Killed(0, 20, "after"), marks=CHAOS),

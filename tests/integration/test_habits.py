@@ -21,6 +21,7 @@ from tests.integration.test_exactness import assert_same
 from tests.integration.test_exactness_elastic import Bits
 from tests.integration.test_exactness_precision import own_task_spec
 from tests.integration.test_staying import error_of, require_done
+from tests.support.two_groups import only_in_chaos
 from train_fn.errors import AsksForPeers
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.staying import falls_back
@@ -106,7 +107,14 @@ HIDDEN = (
 """Those with which a run once was another one, or whose like were."""
 
 
-@pytest.mark.parametrize("names", [*TELLING, "__".join(sorted(habits.KNOWN))])
+@pytest.mark.parametrize(
+    "names",
+    [
+        "__".join(sorted(habits.KNOWN)),
+        *TELLING[::3],
+        *only_in_chaos(*TELLING[1::3], *TELLING[2::3]),
+    ],
+)
 def test_a_run_with_a_kill_is_that_of_fresh_processes(
     names: str, ranks: StayingRanks, tmp_path: Path
 ) -> None:
@@ -151,7 +159,7 @@ def test_tasks_with_habits_at_random(number: int, ranks: StayingRanks, tmp_path:
     assert require_equal(ranks, tmp_path, names) == stays(names), names
 
 
-@pytest.mark.parametrize("habit", ["guarded_barrier", "own_group", "rank_of_build"])
+@pytest.mark.parametrize("habit", ["own_group", *only_in_chaos("guarded_barrier", "rank_of_build")])
 def test_what_asks_for_peers_is_not_built_ahead_and_not_beside_others_that_have_built(
     habit: str, ranks: StayingRanks, tmp_path: Path
 ) -> None:

@@ -251,7 +251,7 @@ def check_steps(run: RunHandle, *, may_lose: bool = False) -> None:
         pytest.param(False, "gets the offer", 1, marks=CHAOS),
         pytest.param(False, "is connected", 1, marks=CHAOS),
         pytest.param(False, "has decided", 1, marks=CHAOS),
-        pytest.param(False, "goes over", 1),
+        pytest.param(False, "goes over", 1, marks=CHAOS),
         pytest.param(False, "has gone over", 1, marks=CHAOS),
     ],
 )
@@ -458,6 +458,7 @@ def test_a_run_that_is_to_stop_or_shrink_leaves_nothing_of_the_group_on_offer(
     wait_for(lambda: num_used(client) == 0, 60, "the release of what the run held")
 
 
+@pytest.mark.chaos
 def test_ranks_that_were_asked_to_hand_over_save_if_all_their_nodes_are_drained_meanwhile(
     client: Client, tmp_path: Path
 ) -> None:
@@ -471,6 +472,7 @@ def test_ranks_that_were_asked_to_hand_over_save_if_all_their_nodes_are_drained_
     check_steps(run)
 
 
+@pytest.mark.chaos
 def test_a_node_that_is_closed_before_its_rank_is_ready_disturbs_nobody(
     service: ServiceProcess, client: Client, tmp_path: Path
 ) -> None:
@@ -499,6 +501,7 @@ def test_a_node_that_cannot_build_a_task_gets_no_rank_and_disturbs_nobody(
     assert run.failures() == []
 
 
+@pytest.mark.chaos
 def test_nodes_that_come_one_after_the_other_are_taken_at_once(
     client: Client, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def _assert_ray_dashboard_knows(service: ServiceProcess, run: RunHandle) -> None
     assert httpx.get(url, timeout=30).status_code in (401, 403)
 
 
+@pytest.mark.chaos
 def test_a_forked_driver_ends_with_its_job_and_its_log_is_whole(service: ServiceProcess) -> None:
     run = service.client().runs.create(digits("stopped in Ray", epochs=40))
     wait_for_step(run, 5)
@@ -197,6 +198,7 @@ def test_a_killed_node_shrinks_the_run_and_nothing_else(
     assert run.failures()[0].verdict == "node_lost"
 
 
+@pytest.mark.chaos
 def test_ranks_run_before_all_else_each_on_the_cores_of_its_node() -> None:
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2

@@ -168,6 +168,7 @@ def test_a_sharded_model_loses_no_reported_step_with_a_node(
     assert {step for step, _ in run.steps()} == set(range(1, 12 * STEPS_PER_EPOCH + 1))
 
 
+@pytest.mark.chaos
 def test_a_trainer_of_hugging_face_loses_no_step(trainer_run: DrivenRun) -> None:
     """Every optimizer step is a step of the run, and the last one is in the last checkpoint."""
     run = trainer_run
@@ -223,6 +224,7 @@ def train_fn(config):
 """
 
 
+@pytest.mark.chaos
 def test_code_that_catches_its_end_is_resized_and_paused_and_has_not_succeeded(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:
@@ -261,6 +263,7 @@ SIGNAL = "os.kill(os.getpid(), 9)"
         ),
     ],
 )
+@pytest.mark.chaos
 def test_code_that_ends_its_ranks_at_a_step_again_and_again_fails_and_says_why(
     does: str,
     rank: int | None,

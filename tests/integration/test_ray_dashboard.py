@@ -25,6 +25,7 @@ def training(service: ServiceProcess) -> RunHandle:
     return run
 
 
+@pytest.mark.chaos
 async def test_from_a_run_to_its_ray_job_its_flame_graph_and_back(
     service: ServiceProcess,
 ) -> None:

@@ -535,6 +535,7 @@ def test_a_mending_for_lightning_that_is_taken_out_is_found(
 # ---------------------------------------------------------------- from Python
 
 
+@pytest.mark.chaos
 async def test_a_client_rehearses_as_the_command_does(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trains nothing that is protected')\n")
     with Client("http://127.0.0.1:9", "none") as client:

@@ -22,6 +22,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.code_archives import tar_gz
 from tests.support.one_rank import Journal
+from tests.support.two_groups import only_in_chaos
 from train_fn.context import WorkerContext
 from train_fn.ray_train import user_function
 from train_fn.recovery.evidence import StepFailed
@@ -123,7 +124,7 @@ def test_a_stop_that_rank_0_hears_of_ends_the_script_on_both(tmp_path: Path) -> 
     assert [wait_for(tmp_path / f"ended-{rank}") for rank in (0, 1)] == ["ended cancel"] * 2
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, *only_in_chaos(1)])
 def test_a_rank_whose_peer_dies_leaves_without_blame(tmp_path: Path, victim: int) -> None:
     ranks = start(tmp_path, "wait")
     for rank in (0, 1):

@@ -23,6 +23,7 @@ from service.embedded.processes import lives, members
 from tests.support.digits_run import assert_every_sample_counted_once, digits, wait_for_step
 from tests.support.release_home import EPOCHS, VERSIONS, unpack_home
 from tests.support.service_process import ASK_S, ServiceProcess, free_port, wait_for
+from tests.support.two_groups import only_in_chaos
 
 SPEC = {
     "name": "digits",
@@ -184,6 +185,7 @@ def test_a_killed_head_and_a_damaged_checkpoint_cost_the_steps_since_the_one_bef
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.chaos
 def test_a_home_of_an_earlier_version_is_served_and_its_paused_run_goes_on(version: str) -> None:
     service = ServiceProcess(nodes=2)
     unpack_home(version, service.home)
@@ -242,6 +244,7 @@ def test_a_graceful_stop_leaves_no_process_and_the_next_start_goes_on_and_takes_
         assert (run["submission"], run["step"]) == (submission, run["total_steps"])
 
 
+@pytest.mark.chaos
 def test_a_sigterm_while_the_cluster_starts_leaves_nothing(home: Path) -> None:
     command = [
         sys.executable,
@@ -311,14 +314,16 @@ def test_a_port_in_use_is_named(home: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--ray-address", "http://127.0.0.1:9"), "--ray-address"),
         (("--ray-address", "ray://head:10001"), "http://head:8265"),
         (("--storage", "/proc/nowhere"), "--storage"),
-        (("--storage", "ftp://host/dir"), "ftp"),
-        (("--database", "sqlite:////proc/nowhere/db"), "--database"),
-        (("--nodes", "0"), "nodes"),
         (("--port", "99999"), "port"),
-        (("--unknown",), "--unknown"),
+        *only_in_chaos(
+            (("--ray-address", "http://127.0.0.1:9"), "--ray-address"),
+            (("--storage", "ftp://host/dir"), "ftp"),
+            (("--database", "sqlite:////proc/nowhere/db"), "--database"),
+            (("--nodes", "0"), "nodes"),
+            (("--unknown",), "--unknown"),
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(

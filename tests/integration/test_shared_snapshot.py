@@ -16,6 +16,7 @@ from storage.run_dir import RunDir
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
 from tests.support.silent_backend import SilentOptions
+from tests.support.two_groups import only_in_chaos
 from train_fn.session import restore
 from train_fn.snapshots import store
 from train_fn.snapshots.store import SnapshotStore, node_snapshots
@@ -61,7 +62,11 @@ def test_ranks_of_one_node_take_the_state_from_its_memory(
 
 @pytest.mark.parametrize(
     ("silent", "way"),
-    [(None, "read_the_holders_memory"), (None, "be_sent"), (SilentOptions(), "be_sent")],
+    [
+        (None, "read_the_holders_memory"),
+        (SilentOptions(), "be_sent"),
+        *only_in_chaos((None, "be_sent")),
+    ],
 )
 def test_a_rank_that_cannot_read_it_takes_the_state_from_another_one(
     tmp_path: Path, silent: SilentOptions | None, way: str

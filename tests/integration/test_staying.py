@@ -30,6 +30,7 @@ from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
 from tests.integration.test_exactness_unused import heads_spec
 from tests.support.descriptors import more_than, open_descriptors
 from tests.support.silent_backend import SilentOptions
+from tests.support.two_groups import only_in_chaos
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.recovery.evidence import RankError, StepFailed
 
@@ -112,14 +113,13 @@ class Run:
 
     def require_as_undisturbed(self, world_size: int) -> None:
         """Compare everything that the run left with a run that nothing disturbed."""
-        whole = make_run_dir(self._tmp_path, "run_whole")
-        job = Job(whole, self._spec, world_size, setup=self._setup, device=self._device)
-        reference = Bits(whole, require_done(self._ranks.run(job, "XYZ"[:world_size])))
-        found = Bits(self.run_dir, *self.outcomes)
-        for each in (found, reference):  # another attempt has saved it
-            best = each.files["train_state.pt"]["best"]
-            if best is not None:
-                del best["checkpoint"]
+        key = (self._spec.model_dump_json(), self._setup, self._device, world_size)
+        if key not in UNDISTURBED:
+            whole = make_run_dir(self._tmp_path, "run_whole")
+            job = Job(whole, self._spec, world_size, setup=self._setup, device=self._device)
+            ended = require_done(self._ranks.run(job, "XYZ"[:world_size]))
+            UNDISTURBED[key] = without_names(Bits(whole, ended))
+        found, reference = without_names(Bits(self.run_dir, *self.outcomes)), UNDISTURBED[key]
         assert (found.losses, found.evaluations) == (reference.losses, reference.evaluations)
         assert_same(found.files, reference.files)
 
@@ -127,6 +127,18 @@ class Run:
         directory = shared_memory_root() / self.run_dir.run_id
         of_step = "*" if step is None else f"{step:09d}"
         return len(list(directory.glob(f"*/*-{of_step}-*.pt")))
+
+
+UNDISTURBED: dict[tuple[str, str | None, str, int], Bits] = {}
+"""What runs of that spec, setup, device and size leave when nothing disturbs them."""
+
+
+def without_names(bits: Bits) -> Bits:
+    """Drop the name of the best checkpoint, which tells the attempt that saved it."""
+    best = bits.files["train_state.pt"]["best"]
+    if best is not None:
+        del best["checkpoint"]
+    return bits
 
 
 DEATHS = {
@@ -137,10 +149,18 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("place", DEATHS)
-@pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize(
+    ("killed", "place"),
+    [
+        (0, "step"),
+        (2, "exchange"),
+        (0, "commit"),
+        (2, "evaluation"),
+        *only_in_chaos((2, "step"), (0, "exchange"), (2, "commit"), (0, "evaluation")),
+    ],
+)
 def test_survivors_go_on_with_one_that_joins(
-    place: str, killed: int, ranks: StayingRanks, tmp_path: Path
+    killed: int, place: str, ranks: StayingRanks, tmp_path: Path
 ) -> None:
     run, death = Run(ranks, tmp_path, moving_buffers.SPEC), DEATHS[place]
     faults = {} if death is None else {"ABC"[killed]: death}
@@ -171,7 +191,7 @@ def test_with_elastic_exactness_any_number_of_survivors_makes_the_same_bits(
     run.require_as_undisturbed(2)
 
 
-@pytest.mark.parametrize("built_ahead", [False, True])
+@pytest.mark.parametrize("built_ahead", [True, *only_in_chaos(False)])
 def test_ranks_hand_over_to_more_or_fewer_without_a_checkpoint(
     built_ahead: bool, ranks: StayingRanks, tmp_path: Path
 ) -> None:
@@ -393,8 +413,13 @@ TASKS: dict[str, tuple[RunSpec, str | None, int]] = {
 }
 
 
-@pytest.mark.parametrize("built_ahead", [False, True])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "built_ahead"),
+    [
+        *((task, bool(at % 2)) for at, task in enumerate(TASKS)),
+        *only_in_chaos(*((task, not at % 2) for at, task in enumerate(TASKS))),
+    ],
+)
 def test_every_kind_of_task_stays_as_it_was(
     task: str, built_ahead: bool, ranks: StayingRanks, tmp_path: Path
 ) -> None:
@@ -419,11 +444,11 @@ def test_it_is_the_same_on_collectives_that_fail_as_nccls_do(
     run.require_as_undisturbed(3)
 
 
-SETTLED = 10
+SETTLED = 8
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("recoveries", [50, pytest.param(200, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("recoveries", [20, *only_in_chaos(200)])
 def test_recoveries_in_one_process_leave_nothing_behind(
     recoveries: int, ranks: StayingRanks, tmp_path: Path
 ) -> None:
@@ -451,8 +476,8 @@ def test_recoveries_in_one_process_leave_nothing_behind(
 
 
 MOST_GROWTH_BYTES = 16 << 20
-"""What allocators may keep. One replica too many each time would be 40 times the model and its
-gradients, one process group too many 40 times its buffers."""
+"""What allocators may keep. Threads, descriptors and tensors are counted exactly; among the 200
+recoveries of ``make chaos``, this finds what has none of them."""
 
 
 class Owned(NamedTuple):

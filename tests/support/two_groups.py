@@ -8,6 +8,7 @@ cannot bear a neighbour is marked ``alone``; one that ``make test`` runs is mark
 from __future__ import annotations
 
 from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
@@ -32,6 +33,17 @@ SHARED = {
 }
 """Files whose tests share a cluster, by the fixture that starts it."""
 _PIECE = {f"tests/integration/{name}": piece for piece, names in SHARED.items() for name in names}
+
+
+def only_in_chaos(*cases: Any) -> list[Any]:
+    """Return cases of a test that only ``make chaos`` runs, beside telling ones that always run.
+
+    A case of several arguments is a tuple.
+    """
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.chaos)
+        for case in cases
+    ]
 
 
 def piece_of(nodeid: str) -> str:
