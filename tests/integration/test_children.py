@@ -68,6 +68,7 @@ class Helped(Line):
 """
 
 
+@pytest.mark.chaos
 def test_a_killed_rank_is_noticed_at_once_whatever_its_code_has_started(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:

@@ -13,6 +13,10 @@ from tests.gpu import __main__ as ten_minutes
 from tests.gpu.verdict import Shown, Word, verdict_of
 
 LONG = {
+    "sharded",
+    "nccl_abort",
+    "speed",
+    "determinism",
     "survivors",
     "two_ranks",
     "broken_start",

@@ -94,6 +94,7 @@ def check_kept(run: DrivenRun, method: str, steps: int) -> str:
     return manifest.name
 
 
+@pytest.mark.chaos
 def test_a_validation_that_raises_at_the_end_leaves_the_last_step_to_go_on_from(
     begin: Begin,
 ) -> None:

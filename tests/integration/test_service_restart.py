@@ -129,6 +129,7 @@ def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(
     )
 
 
+@pytest.mark.chaos
 def test_a_kill_between_row_and_job_makes_one_job(mended: ServiceProcess) -> None:
     jobs_before = ray_jobs(mended).keys()
     expected = set()
@@ -314,10 +315,10 @@ def test_a_port_in_use_is_named(home: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--ray-address", "ray://head:10001"), "http://head:8265"),
         (("--storage", "/proc/nowhere"), "--storage"),
-        (("--port", "99999"), "port"),
         *only_in_chaos(
+            (("--ray-address", "ray://head:10001"), "http://head:8265"),
+            (("--port", "99999"), "port"),
             (("--ray-address", "http://127.0.0.1:9"), "--ray-address"),
             (("--storage", "ftp://host/dir"), "ftp"),
             (("--database", "sqlite:////proc/nowhere/db"), "--database"),
@@ -342,6 +343,7 @@ def test_a_home_that_cannot_be_written_is_refused() -> None:
     assert "EVERSTEP_HOME" in refused.stderr
 
 
+@pytest.mark.chaos
 def test_a_service_with_a_new_database_leaves_another_s_storage_alone(
     service: ServiceProcess, home: Path
 ) -> None:

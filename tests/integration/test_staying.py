@@ -444,14 +444,15 @@ def test_it_is_the_same_on_collectives_that_fail_as_nccls_do(
     run.require_as_undisturbed(3)
 
 
-SETTLED = 8
+SETTLED = 10
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("recoveries", [20, *only_in_chaos(200)])
 def test_recoveries_in_one_process_leave_nothing_behind(
-    recoveries: int, ranks: StayingRanks, tmp_path: Path
+    ranks: StayingRanks, tmp_path: Path
 ) -> None:
+    recoveries = 200
     raw = own_task_spec(0).model_dump(mode="json")
     spec = RunSpec.model_validate(raw | {"train": raw["train"] | {"epochs": 2 * recoveries}})
     run = Run(ranks, tmp_path, spec, f"{TRAINEES}:regression")
@@ -476,8 +477,8 @@ def test_recoveries_in_one_process_leave_nothing_behind(
 
 
 MOST_GROWTH_BYTES = 16 << 20
-"""What allocators may keep. Threads, descriptors and tensors are counted exactly; among the 200
-recoveries of ``make chaos``, this finds what has none of them."""
+"""What allocators may keep. One replica too many each time would be 190 times the model and its
+gradients, one process group too many 190 times its buffers."""
 
 
 class Owned(NamedTuple):

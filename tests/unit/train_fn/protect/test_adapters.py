@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import everstep.train as es
+from tests.support.two_groups import only_in_chaos
 from train_fn.errors import BadTask, DataChanged
 
 pytestmark = [
@@ -564,7 +565,7 @@ TRAINERS = pytest.mark.parametrize(
 
 
 @TRAINERS
-@pytest.mark.parametrize("dies", [1, 2, 5])
+@pytest.mark.parametrize("dies", [5, *only_in_chaos(1, 2)])
 def test_a_trainer_reads_its_last_batch_again_and_refuses_another_one(
     train: Callable[..., Seen], who: str, part: str, dies: int
 ) -> None:
@@ -579,7 +580,7 @@ def test_a_trainer_reads_its_last_batch_again_and_refuses_another_one(
 
 
 @TRAINERS
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [2, *only_in_chaos(0)])
 def test_what_a_trainer_s_data_draws_is_no_other_data(
     train: Callable[..., Seen],
     who: str,
@@ -602,7 +603,7 @@ def test_what_a_trainer_s_data_draws_is_no_other_data(
 
 
 @TRAINERS
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [1, *only_in_chaos(0)])
 def test_a_trainer_tells_its_stream_of_passes(
     train: Callable[..., Seen], who: str, part: str, num_workers: int
 ) -> None:
@@ -616,7 +617,7 @@ def test_a_trainer_tells_its_stream_of_passes(
 
 
 @TRAINERS
-@pytest.mark.parametrize("dies", [2, 3, 5])
+@pytest.mark.parametrize("dies", [5, *only_in_chaos(2, 3)])
 def test_a_sampler_with_a_generator_of_its_own_goes_on_in_a_trainer(
     train: Callable[..., Seen], who: str, part: str, dies: int
 ) -> None:
@@ -630,7 +631,7 @@ def test_a_sampler_with_a_generator_of_its_own_goes_on_in_a_trainer(
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # in torchdata
 @TRAINERS
-@pytest.mark.parametrize("dies", [2, 3, 5])
+@pytest.mark.parametrize("dies", [5, *only_in_chaos(2, 3)])
 def test_a_loader_with_a_state_of_its_own_goes_on_in_a_trainer(
     train: Callable[..., Seen], who: str, part: str, dies: int
 ) -> None:
