@@ -151,7 +151,7 @@ def why(
 def _doing(out: Terminal, run: RunHandle) -> list[str]:
     """Return what a run does or waits for that does not train, and what is free where it waits for
     resources."""
-    attempts = [] if run.status.terminal else run.attempts()
+    attempts = [] if run.status.terminal else run.attempts(workers=False)
     what = event_words.doing(run.run, attempts, datetime.now(UTC))
     if what is None:
         return []

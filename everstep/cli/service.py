@@ -49,12 +49,6 @@ SERVER_MODULES = (
 )
 
 
-def missing_server_modules() -> list[str]:
-    """Return the modules that `everstep serve` needs and this Python lacks, without importing
-    any."""
-    return [name for name in SERVER_MODULES if not _exists(name)]
-
-
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -64,7 +58,7 @@ def _exists(module: str) -> bool:
 
 def require_server() -> None:
     """Exit with a message if only the client is installed."""
-    missing = missing_server_modules()
+    missing = [name for name in SERVER_MODULES if not _exists(name)]
     if missing:
         message = (
             f"only Everstep's client is installed in this Python ({', '.join(missing)} missing); "

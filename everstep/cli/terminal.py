@@ -67,11 +67,6 @@ _EXIT_OF: tuple[tuple[type[EverstepError], Exit], ...] = (
 )
 
 
-def exit_code_of(error: EverstepError) -> Exit:
-    """Return the exit code for an error."""
-    return next(code for kind, code in _EXIT_OF if isinstance(error, kind))
-
-
 def exit_code_of_status(status: RunStatus) -> Exit:
     """Return the exit code for a run's final status."""
     return Exit.FAILED if status in (RunStatus.FAILED, RunStatus.CANCELLED) else Exit.SUCCEEDED
@@ -350,7 +345,8 @@ def _errors_to_exit_codes() -> Iterator[None]:
         details: dict[str, Any] = {"code": exc.code, "status": exc.status}
         if isinstance(exc, InvalidSpec):
             details["errors"] = [{"loc": list(fault.loc), "msg": fault.msg} for fault in exc.errors]
-        raise terminal().fail(_message(exc), exit_code_of(exc), details) from exc
+        code = next(code for kind, code in _EXIT_OF if isinstance(exc, kind))
+        raise terminal().fail(_message(exc), code, details) from exc
     except KeyboardInterrupt as exc:
         raise typer.Exit(Exit.INTERRUPTED) from exc
     except BrokenPipeError as exc:

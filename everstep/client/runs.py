@@ -63,9 +63,9 @@ class RunHistory(RunEventFiles):
         slow."""
         return self._transport.get(f"{self._path}/stragglers", StragglerReport)
 
-    def attempts(self) -> list[Attempt]:
-        """Return every attempt with its ranks, oldest first."""
-        return list(self._transport.pages(f"{self._path}/attempts", Attempt))
+    def attempts(self, *, workers: bool = True) -> list[Attempt]:
+        """Return every attempt, oldest first; with its ranks, unless ``workers`` is False."""
+        return list(self._transport.pages(f"{self._path}/attempts", Attempt, {"workers": workers}))
 
     def samples(self) -> Samples:
         """Return for each finished epoch how many samples were used once, more than once or never,

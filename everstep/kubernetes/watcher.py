@@ -323,10 +323,6 @@ PERIOD_S: Final = 10.0
 """Seconds between two looks where nothing changes: a node may join Ray after its pod was seen."""
 
 
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
 class NodeWatcher:
     """Marks Ray's nodes as Kubernetes announces. Several at once ask for the same, which is
     harmless.
@@ -348,7 +344,7 @@ class NodeWatcher:
         keys: Collection[str] = LEAVING,
         say: Say = print,
         timing: Timing | None = None,
-        now: Callable[[], datetime] = _utc_now,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._client = client
         self._keys = keys

@@ -11,6 +11,7 @@ from everstep.text.words import count, duration, has_no_steps, numbers, size, us
 from everstep.wire import Attempt, Event, Failure, Node, Run, RunStatus, StragglerReport
 from everstep.wire.drills import StackReport
 from everstep.wire.events import OWN_FILES, EventKind
+from everstep.wire.run import RANKS_SHOWN
 
 _QUIET_S = 5.0
 """Seconds without progress that are worth a word."""
@@ -26,14 +27,13 @@ def event(item: Event) -> str | None:
         case EventKind.WAITING:
             return f"waiting: {data.get('message') or data.get('code')}"
         case EventKind.ATTEMPT_STARTED:
-            workers = ", ".join(
+            places = [
                 f"rank {worker.get('rank')} on {str(worker.get('node_id'))[:8]}"
                 for worker in data.get("workers") or ()
-            )
-            return (
-                f"attempt {item.attempt} with {count(data.get('world_size') or 0, 'rank')}: "
-                f"{workers}"
-            )
+            ]
+            more = f" and {len(places) - RANKS_SHOWN} more" if len(places) > RANKS_SHOWN else ""
+            ranks = count(data.get("world_size") or 0, "rank")
+            return f"attempt {item.attempt} with {ranks}: {', '.join(places[:RANKS_SHOWN])}{more}"
         case EventKind.RESTORED if data.get("source") == OWN_FILES:
             return "the script starts again, at the checkpoints that it wrote itself"
         case EventKind.RESTORED if data.get("source") != "fresh":

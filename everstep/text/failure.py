@@ -7,7 +7,6 @@ TensorBoard and the logs.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,10 +23,6 @@ _ANY_CAUSE = re.compile(
 """Ray's words since 2.60, and those before."""
 _TYPE_AND_MESSAGE = re.compile(r"[^\W\d][\w.]*:( |$)")
 """``LookupError: no such sample``."""
-_RANKS_SHOWN = 32
-"""Ranks that the evidence shows by themselves."""
-_FOLLOWED = ("collateral", "left")
-"""States of ranks that merely lost a peer."""
 
 
 def headline(fault: Failure) -> str:
@@ -165,8 +160,12 @@ def _evidence(fault: Failure) -> list[str]:
         for rank in evidence.get("ranks") or ()
         if rank.get("state") == "collateral"
     ]
+    more = (evidence.get("more_ranks") or {}).get("collateral")
     if collateral:
-        lines.append(f"other ranks: {', '.join(collateral)} failed only because their peer did")
+        lines.append(
+            f"other ranks: {', '.join(collateral)}{f' and {more} more' if more else ''} "
+            "failed only because their peer did"
+        )
     if evidence.get("stack"):
         lines += [
             "stack:",
@@ -187,23 +186,10 @@ def _processes(number: int) -> str:
 def evidence_items(fault: Failure) -> list[tuple[str, str]]:
     """Return each piece of evidence as a name and a text; nested values get a line each."""
     return [
-        (name.replace("_", " "), plain(_text(_few(value) if name == "ranks" else value)))
+        (name.replace("_", " "), plain(_text(value)))
         for name, value in fault.evidence.items()
         if value not in (None, "", [], {})
     ]
-
-
-def _few(ranks: Any) -> Any:
-    """Return the ranks that did not merely follow first, and of a large group only how many others
-    there are."""
-    if not isinstance(ranks, list) or len(ranks) <= _RANKS_SHOWN:
-        return ranks
-    states = [str(each.get("state") if isinstance(each, Mapping) else each) for each in ranks]
-    order = sorted(range(len(ranks)), key=lambda place: states[place] in _FOLLOWED)
-    more = Counter(states[place] for place in order[_RANKS_SHOWN:])
-    words = ", ".join(f"{number} {state}" for state, number in more.most_common())
-    shown = [ranks[place] for place in order[:_RANKS_SHOWN]]
-    return [*shown, f"and {count(len(ranks) - _RANKS_SHOWN, 'more rank')}: {words}"]
 
 
 def _text(value: Any) -> str:

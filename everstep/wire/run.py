@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -69,6 +70,23 @@ class ErrorKind(StrEnum):
     """The rank's own watchdog stopped it."""
 
 
+RANKS_SHOWN = 32
+"""Ranks that the evidence of a failure names, however large the group."""
+FOLLOWED = ("collateral", "left")
+"""States of ranks that merely lost a peer."""
+
+
+def with_few_ranks(evidence: dict[str, Any]) -> dict[str, Any]:
+    """Return the evidence with the ranks that did not merely follow first, and of a large group
+    only how many others there are in each state, as ``more_ranks``."""
+    ranks = evidence.get("ranks") or ()
+    if len(ranks) <= RANKS_SHOWN:
+        return evidence
+    ranks = sorted(ranks, key=lambda rank: rank["state"] in FOLLOWED)
+    more = Counter(rank["state"] for rank in ranks[RANKS_SHOWN:])
+    return {**evidence, "ranks": ranks[:RANKS_SHOWN], "more_ranks": dict(more.most_common())}
+
+
 class FailureEvent(Protocol):
     """An event of kind ``failure``, from a journal, the database or a client."""
 
@@ -107,6 +125,8 @@ class Failure(Answer):
     exception: str | None
     """The first failing rank's exception."""
     evidence: dict[str, Any]
+    """Facts by name. ``ranks`` has at most 32 of a group, ``more_ranks`` counts the others by how
+    they ended."""
     action: str
     """What Everstep did about it."""
     budget: str | None
@@ -135,8 +155,9 @@ class Failure(Answer):
         Fields that an older driver did not write are null.
         """
         at = event.at if isinstance(event.at, datetime) else datetime.fromtimestamp(event.at, UTC)
-        known = {name: None for name in cls.model_fields} | {"evidence": {}, "action": ""}
+        known: dict[str, Any] = dict.fromkeys(cls.model_fields) | {"evidence": {}, "action": ""}
         known |= {"last_lines": (), **(data or event.data)}
+        known["evidence"] = with_few_ranks(known["evidence"])
         of_event = {"at": at, "attempt": event.attempt, "submission": event.submission}
         return cls.model_validate(known | of_event)
 

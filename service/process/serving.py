@@ -122,8 +122,10 @@ async def serve(
         )
         if settings.metrics_token:
             await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
-        # only where a person reads: a log file would keep a way in for its other readers
-        link = log_in_link(context, url, token_id) if sys.stdout.isatty() else None
+        # It logs in who started the service, once, and only where a person reads: a log file would
+        # keep a way in for its other readers.
+        code = context.log_in_codes.make(token_id) if sys.stdout.isatty() else None
+        link = code and f"{url}/login?code={code}"
         server = ApiServer(create_app(context), lambda: announce(settings, url, link), settings)
 
         def stop() -> None:
@@ -213,11 +215,6 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def log_in_link(context: ApiContext, url: str, token_id: str) -> str:
-    """Return the address that logs the person who started the service in, once."""
-    return f"{url}/login?code={context.log_in_codes.make(token_id)}"
 
 
 def announce(settings: Settings, url: str, link: str | None = None) -> None:

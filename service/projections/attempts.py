@@ -184,8 +184,10 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
             damaged = _damaged_journal(event)
             if all(one.evidence != damaged.evidence for one in found):
                 found.append(damaged)
-        elif event.kind == EventKind.CHECKPOINT_FAILED and _is_last_straw(event.data):
-            found.append(_failed_saves(event))
+        elif event.kind == EventKind.CHECKPOINT_FAILED:
+            most = event.data.get("max_failed_saves")
+            if most is not None and event.data.get("failed_in_a_row") == most:
+                found.append(_failed_saves(event))
     return found
 
 
@@ -259,12 +261,6 @@ def _add_evidence(found: list[Failure], event: EventRow) -> None:
                 verdict=Verdict.OUT_OF_MEMORY if was_lost else failure.verdict,
             )
             return
-
-
-def _is_last_straw(data: dict[str, Any]) -> bool:
-    return data.get("failed_in_a_row") is not None and data["failed_in_a_row"] == data.get(
-        "max_failed_saves"
-    )
 
 
 def _failed_saves(event: EventRow) -> Failure:

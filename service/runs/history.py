@@ -23,11 +23,12 @@ from everstep.wire import (
 from everstep.wire.drills import RunRehearsal
 from everstep.wire.events import EventKind, system_figure
 from service.api import streams
-from service.api.answers import Cursor, event_answer, position
+from service.api.answers import Cursor, Limit, event_answer, position
 from service.api.auth import Caller, VisibleRun
 from service.api.context import ApiContext, Context
 from service.api.openapi import STREAM, problem_answers
 from service.db.events import MIN_POINTS, Point
+from service.model.rows import EventRow
 from service.projections import attempts, protection
 from service.projections.goodput import TimeLedger
 from service.runs.logs import with_last_lines
@@ -72,11 +73,37 @@ async def get_events(
     return Page(items=items, next_cursor=str(items[-1].seq) if page.more else None)
 
 
-@router.get("/attempts", summary="Worker groups of a run", responses=problem_answers(404))
-async def get_attempts(run: VisibleRun, context: Context) -> Page[Attempt]:
-    """Every attempt with its workers, oldest first."""
-    events = await context.database_call(context.events.of_kinds, run.id, attempts.ATTEMPT_KINDS)
-    return Page(items=tuple(attempts.attempts(events)), next_cursor=None)
+_ATTEMPT_BYTES: Final = 2**20
+_WITH_LINES: Final = 20
+
+
+@router.get("/attempts", summary="Worker groups of a run", responses=problem_answers(404, 422))
+async def get_attempts(
+    run: VisibleRun,
+    context: Context,
+    limit: Limit = 200,
+    cursor: Cursor = None,
+    workers: Annotated[bool, Query(description="Whether to list the workers.")] = True,
+) -> Page[Attempt]:
+    """Attempts with their workers, oldest first. A page may end before `limit`: the events of its
+    attempts are limited to 1 MiB together, unless it has a single attempt."""
+    rows: list[EventRow] = []
+    starts: list[int] = []
+    after, more = position(cursor, 0), True
+    while more and len(starts) < 2:
+        page = await context.database_call(
+            context.events.page, run.id, after, 1000, attempts.ATTEMPT_KINDS, _ATTEMPT_BYTES
+        )
+        rows, more = [*rows, *page.rows], page.more
+        after = rows[-1].seq if rows else after
+        starts = [place for place, row in enumerate(rows) if row.kind == EventKind.ATTEMPT_STARTED]
+    num = min(limit, len(starts) - 1 if more else len(starts))
+    following = rows[starts[num]] if num < len(starts) else None
+    # the start of the next attempt may be all that says that the last one of this page has ended
+    found = attempts.attempts(rows[: starts[num] + 1] if following else rows)[:num]
+    if not workers:
+        found = [attempt.model_copy(update={"workers": ()}) for attempt in found]
+    return Page(items=tuple(found), next_cursor=str(following.seq - 1) if following else None)
 
 
 @router.get("/failures", summary="Failures of a run", responses=problem_answers(404, 422))
@@ -87,17 +114,30 @@ async def get_failures(
         int,
         Query(ge=0, le=200, description="Maximum last log lines of the first failing rank."),
     ] = 10,
+    limit: Limit = 200,
+    cursor: Cursor = None,
 ) -> Page[Failure]:
-    """Every failure with its verdict, evidence and action, oldest first.
+    """Failures with their verdict, evidence and action, oldest first.
 
     `last_lines` are the last log lines of the first failing rank, for the newest 20 failures, if
     the storage responds.
     """
-    events = await context.database_call(context.events.of_kinds, run.id, attempts.FAILURE_KINDS)
-    return Page(
-        items=await with_last_lines(context, run.id, attempts.failures(events), lines),
-        next_cursor=None,
-    )
+    start = position(cursor, 0)
+    found, num = await failures(context, run.id, slice(start, start + limit), lines)
+    end = start + limit
+    return Page(items=tuple(found), next_cursor=str(end) if end < num else None)
+
+
+async def failures(
+    context: ApiContext, run_id: str, part: slice, lines: int = 10
+) -> tuple[list[Failure], int]:
+    """Return a part of a run's failures, oldest first, and how many it has in all."""
+    events = await context.database_call(context.events.of_kinds, run_id, attempts.FAILURE_KINDS)
+    every = attempts.failures(events)
+    shown = every[part]
+    old = max(0, len(every) - _WITH_LINES - part.indices(len(every))[0])
+    newest = await with_last_lines(context, run_id, shown[old:], lines)
+    return [*shown[:old], *newest], len(every)
 
 
 @router.get("/stragglers", summary="Stragglers of a run", responses=problem_answers(404))

@@ -108,23 +108,21 @@ async def _follow(
 
 # The last log lines of the first failing rank, for a failure.
 
-_FAILURES: Final = 20
-
 
 async def with_last_lines(
     context: ApiContext, run_id: str, failures: Sequence[Failure], limit: int
-) -> tuple[Failure, ...]:
-    """Return the failures, the newest 20 with at most ``limit`` last lines; without lines if the
-    storage does not respond."""
-    newest = failures[-_FAILURES:] if limit else ()
+) -> list[Failure]:
+    """Return the failures with at most ``limit`` last lines; without lines if the storage does not
+    respond."""
+    if limit == 0:
+        return list(failures)
     logged = await asyncio.gather(
-        *(_last_lines(context, run_id, failure, limit) for failure in newest)
+        *(_last_lines(context, run_id, failure, limit) for failure in failures)
     )
-    completed = [
+    return [
         each.model_copy(update={"last_lines": lines})
-        for each, lines in zip(newest, logged, strict=True)
+        for each, lines in zip(failures, logged, strict=True)
     ]
-    return (*failures[: len(failures) - len(newest)], *completed)
 
 
 def _read(run_dir: RunDir, failure: Failure, limit: int) -> list[LoggedLine]:

@@ -84,10 +84,6 @@ def _column(key: str) -> Column:
     return Column(key, key.partition(".")[2])
 
 
-def needs_specs(columns: Sequence[Column]) -> bool:
-    return any(column.key.startswith("spec.") for column in columns)
-
-
 def value_of(column: Column, run: Run, spec: Mapping[str, Any] | None) -> str | None:
     """Return the text in a column by path; None if the run has no such value."""
     kind, _, rest = column.key.partition(".")

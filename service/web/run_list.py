@@ -67,7 +67,7 @@ async def get_runs(
     is_update = "hx-request" in request.headers
     specs = (
         await _specs(context, found.items)
-        if not is_update or run_columns.needs_specs(shown)
+        if not is_update or any(column.key.startswith("spec.") for column in shown)
         else {}
     )
     return page(

@@ -39,6 +39,7 @@ _POINTS: Final = 1500
 _CHARTS: Final = 6
 _MOST_FAILURES: Final = 50
 _MOST_CHECKPOINTS: Final = 500
+_MOST_EVENTS: Final = 10_000
 
 
 async def run_page(
@@ -81,20 +82,21 @@ def _actions(run: Run, caller: Principal) -> list[str]:
 
 @router.get("")
 async def get_run(request: Request, run: WebRun, context: Context, caller: WebCaller) -> Response:
-    failures = await history.get_failures(run, context)
+    failures, num_failures = await history.failures(context, run.id, slice(-_MOST_FAILURES, None))
     goodput = await history.get_goodput(run, context)
     times = await history.get_stragglers(run, context)
-    drawn = lanes(
-        await context.database_call(context.events.of_kinds, run.id, KINDS), context.clock()
+    newest = await context.database_call(
+        context.events.page_before, run.id, None, _MOST_EVENTS, KINDS
     )
+    drawn = lanes(reversed(newest.rows), context.clock())
     return await run_page(
         request,
         "run.html",
         context,
         caller,
         run,
-        failures=[_failure_view(failure) for failure in reversed(failures.items[-_MOST_FAILURES:])],
-        num_older_failures=max(0, len(failures.items) - _MOST_FAILURES),
+        failures=[_failure_view(failure) for failure in reversed(failures)],
+        num_older_failures=num_failures - len(failures),
         goodput=goodput,
         buckets=bucket_shares(goodput.buckets, goodput.wall_s),
         lanes=drawn,
@@ -359,7 +361,7 @@ def lanes(events: Iterable[EventRow], now: float) -> Lanes | None:
     """Return a lane for each rank that ever ran; None before the first attempt.
 
     Args:
-        events: history with the kinds in KINDS.
+        events: the newest history with the kinds in KINDS, oldest first.
         now: unix seconds; end of a group that is still running.
     """
     groups: list[_Attempt] = []
@@ -441,4 +443,4 @@ def _framed(groups: Sequence[_Attempt], faults: dict[int, list[Fault]], end: flo
     start = min((segment.start for lane in drawn for segment in lane.segments), default=end)
     for lane in drawn:
         lane.faults = [fault for fault in lane.faults if fault.at >= start]
-    return Lanes(start, max(end, start), drawn, len(ranks) - len(drawn), len(groups) - len(shown))
+    return Lanes(start, max(end, start), drawn, len(ranks) - len(drawn), min(shown) - 1)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from everstep.spec.plain_text import written_out
 from everstep.wire import ErrorKind, Verdict
+from everstep.wire.run import with_few_ranks
 from storage.errors import StorageError
 from train_fn import clock as head_clock
 from train_fn.errors import (
@@ -248,8 +249,8 @@ class Evidence:
         return pairs_of(unheard)
 
     def detail(self, first: RankReport | None) -> dict[str, Any]:
-        """Return the evidence as JSON: the first failing rank in full, every other in one line."""
-        detail: dict[str, Any] = {"ranks": [_line(report) for report in self.ranks]}
+        """Return the evidence as JSON: the first failing rank in full, others in one line each."""
+        detail = with_few_ranks({"ranks": [_line(report) for report in self.ranks]})
         if self.pairs:
             detail["pairs"] = as_json(self.pairs)
         if self.worked_s is not None:

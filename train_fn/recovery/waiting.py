@@ -90,12 +90,6 @@ def bounded(stack: str | None) -> str | None:
     return stack if stack is None or len(stack) <= _MAX_STACK else f"…{stack[-_MAX_STACK:]}"
 
 
-def due_after(last_s: float | None, first_s: float) -> float:
-    """Return the seconds without an event after which ranks are asked again: twice as long each
-    time, so that a run of long steps is asked seldom."""
-    return first_s if last_s is None else 2 * last_s
-
-
 def report(
     stacks: Mapping[int, str | None], node_ids: Mapping[int, str], training: str
 ) -> dict[str, Any]:

@@ -74,10 +74,6 @@ class Sampler:
         ``k``."""
         return share_of(self.num_micro(k), rank, world_size)
 
-    def samples_before(self, k: int) -> int:
-        """Return the samples in the first ``k`` global batches of an epoch."""
-        return min(k * self.global_batch_size, self.num_samples)
-
     def global_batch(self, epoch: int, k: int) -> IndexArray:
         """Return the sample indices of the epoch's global batch ``k``, in canonical order."""
         start = k * self.global_batch_size

@@ -48,7 +48,9 @@ def ledger_fault(state: Mapping[str, Any], sampler: Sampler) -> str | None:
     duplicate. So both are accounted for.
     """
     closed = state["closed_epochs"] >= state["epoch"]
-    expected = sampler.samples_before(state["k"]) if closed else sampler.num_samples
+    expected = sampler.num_samples
+    if closed:
+        expected = min(state["k"] * sampler.global_batch_size, expected)
     ledger = state["ledger"]
     found = ledger["used_once"] + ledger["missing"]
     if found == expected:

@@ -60,11 +60,6 @@ class Person:
     groups: tuple[str, ...]
 
 
-def lacks_claims(claims: Mapping[str, Any], groups_claim: str) -> bool:
-    """Return whether the ID token leaves something out that userinfo may have."""
-    return _at(claims, groups_claim) is None or "email" not in claims
-
-
 def identity_of(claims: Mapping[str, Any], rule: ProviderRule) -> Person:
     """Return the person of verified claims. Raises LogInRefused for unusable ones."""
     subject = claims["sub"]
@@ -320,7 +315,8 @@ class Provider:
         description = await self._described()
         answer = await self._exchanged(description, query["code"], flow.verifier)
         claims = await self._verified(description, answer.get("id_token"), flow.nonce)
-        if lacks_claims(claims, self.rule.groups_claim) and description.userinfo_endpoint:
+        lacks_claims = _at(claims, self.rule.groups_claim) is None or "email" not in claims
+        if lacks_claims and description.userinfo_endpoint:
             more = await self._userinfo(description.userinfo_endpoint, answer)
             if more.get("sub") != claims["sub"]:
                 raise LogInRefused("the provider's userinfo is about another person")

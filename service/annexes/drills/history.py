@@ -252,7 +252,9 @@ def profiles(events: Iterable[EventRow]) -> list[Profile]:
         elif event.data.get("id") in found:
             profile = found[event.data["id"]]
             found[profile.id] = profile.model_copy(update=_update(event))
-        elif _ends_attempt(event):
+        elif event.kind != EventKind.STATUS or (
+            RunStatus(event.data["to"]).terminal or event.data["to"] == RunStatus.PAUSED
+        ):
             _lapse(found, *_OPEN)
     return list(found.values())
 
@@ -281,14 +283,6 @@ def _update(event: EventRow) -> dict[str, Any]:
             }
         case _:
             return {"state": ProfileState.FAILED, "problem": str(data.get("problem"))}
-
-
-def _ends_attempt(event: EventRow) -> bool:
-    return (
-        event.kind != EventKind.STATUS
-        or RunStatus(event.data["to"]).terminal
-        or event.data["to"] == RunStatus.PAUSED
-    )
 
 
 def _lapse(found: dict[str, Profile], *states: ProfileState) -> None:

@@ -19,7 +19,7 @@ from everstep.options.serve import (
 from everstep.wire import ErrorKind, Verdict
 from everstep.wire.events import GPU_FAULTY, NODE_UNFIT
 from service.annexes.nodes.store import MarksFile, NodeMarkStore
-from service.cluster.ray_jobs import RayError, RayJobs, RayNode
+from service.cluster.ray_jobs import RayError, RayJobs
 from service.model.rows import NodeFailure, NodeMarkRow
 from storage.errors import StorageError
 
@@ -111,9 +111,9 @@ class NodeCare:
         ):
             log.info("forgot the mark of a node that is gone", node_id=node_id)
         marked = {node_id for node_id, row in rows.items() if row.mark is not None}
-        chosen, spared = choose_to_cordon(
-            suspects, {node.node_id for node in nodes if _runs_ranks(node)}, marked
-        )
+        # half of the cluster is half of the nodes that can run ranks
+        able = {n.node_id for n in nodes if any(n.resources.get(kind) for kind in ("CPU", "GPU"))}
+        chosen, spared = choose_to_cordon(suspects, able, marked)
         for suspect in chosen:
             known = rows.get(suspect.node_id)
             known_at = known.at if known else None
@@ -140,11 +140,6 @@ class NodeCare:
                     reason=suspect.reason,
                 )
         self._spared = frozenset(suspect.node_id for suspect in spared)
-
-
-def _runs_ranks(node: RayNode) -> bool:
-    """Return whether a node can run ranks. Half of the cluster is half of these nodes."""
-    return node.resources.get("CPU", 0.0) > 0 or node.resources.get("GPU", 0.0) > 0
 
 
 # ---------------------------------------------------------------- unhealthy

@@ -358,7 +358,8 @@ class StackReports:
             self._answered = order.id
             if order.attempt == self._attempt:
                 self._report(group, quiet_s, order.id)
-        elif self._after_s and quiet_s >= waiting.due_after(self._last_s, self._after_s):
+        # after twice as long each time, so that a run of long steps is asked seldom
+        elif self._after_s and quiet_s >= (2 * self._last_s if self._last_s else self._after_s):
             self._last_s = quiet_s
             self._report(group, quiet_s, None)
 

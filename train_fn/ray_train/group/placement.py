@@ -154,7 +154,7 @@ class Placement:
         group = placement_group(
             bundles=[dict(per_worker)],
             bundle_label_selector=[{"ray.io/node-id": node_id}],
-            name=placement_group_name(self._run_id, self._number),
+            name=f"everstep/{self._run_id}/{self._number}",
         )
         self._bundles.append(Bundle(group, node_id, self._number))
         return self._bundles[-1]
@@ -201,10 +201,6 @@ class Reservation(PlacementGroupHandle):  # type: ignore[misc]
 # the driver lives.
 
 _STATES = frozenset({"PENDING", "PREPARED", "CREATED", "RESCHEDULING"})
-
-
-def placement_group_name(run_id: str, number: int) -> str:
-    return f"everstep/{run_id}/{number}"
 
 
 def remove_placement_groups(run_id: str) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from everstep.text.failure import evidence_items, plain
-from everstep.wire import Failure, Verdict
+from everstep.text.failure import plain, story
+from everstep.wire import Event, Failure
 
 IN_RAY = "Some common causes include: (1) the process was killed by the OOM killer"
 
@@ -34,29 +34,18 @@ def test_the_installed_ray_says_so() -> None:
 def test_of_a_large_group_the_evidence_names_those_that_did_not_merely_follow() -> None:
     ranks = [{"rank": rank, "state": "collateral"} for rank in range(10_000)]
     ranks[7_000]["state"], ranks[9_000]["state"] = "died", "left"
-    text = dict(evidence_items(_failure(ranks)))["ranks"]
-    assert text.startswith("rank: 7000\nstate: died\nrank: 0\n")
-    assert text.endswith("\nand 9968 more ranks: 9967 collateral, 1 left")
-    assert text.count("rank: ") == 32
-    few = dict(evidence_items(_failure(ranks[:32])))["ranks"]
-    assert few.count("rank: ") == 32 and "more" not in few
+    found = _failure(ranks)
+    assert [rank["rank"] for rank in found.evidence["ranks"]] == [7_000, *range(31)]
+    assert found.evidence["more_ranks"] == {"collateral": 9967, "left": 1}
+    assert "other ranks: 0, 1, 2, " in "\n".join(story(found))
+    assert " 29, 30 and 9967 more failed only because" in "\n".join(story(found))
+    assert _failure(ranks[:32]).evidence == {"ranks": ranks[:32]}
 
 
 def _failure(ranks: list[dict[str, object]]) -> Failure:
-    return Failure(
-        at=datetime(2026, 1, 1, tzinfo=UTC),
-        attempt=1,
-        verdict=Verdict.WORKER_LOST,
-        first_rank=7000,
-        node_id="node",
-        step=7,
-        exception=None,
-        evidence={"ranks": ranks},
-        action="restart",
-        budget="system",
-        steps_lost=None,
-        detect_s=None,
-        recovery_s=None,
-        world_size_before=None,
-        world_size_after=None,
-    )
+    data = {
+        **{"verdict": "worker_lost", "first_rank": 7000, "step": 7, "evidence": {"ranks": ranks}},
+        **{"action": "restart", "budget": "system"},
+    }
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    return Failure.of(Event(seq=1, at=at, kind="failure", submission=1, attempt=1, data=data))

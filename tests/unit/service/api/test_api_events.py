@@ -503,3 +503,45 @@ async def test_a_failed_attempt_is_told(api: ApiService) -> None:
             "idle": 0,
         }
     )
+
+
+async def test_attempts_and_failures_come_in_pages(api: ApiService) -> None:
+    """Pages put together are the whole, whatever ends them, and no attempt is cut off its end."""
+    run_id, journal = await api.running()
+    whole = [{"rank": 0, "node_id": "n" * 300_000, "node_ip": "10.0.0.1", "pid": 7}]
+    for attempt in range(2, 8):
+        lost = journal.event(EventKind.FAILURE, verdict="worker_lost", first_rank=0, step=attempt)
+        journal.attempt = attempt
+        begun = journal.start(world_size=2)
+        begun[0].data["workers"] = whole
+        api.apply(run_id, [lost, *begun])
+    path = f"/v1/runs/{run_id}"
+
+    async def pages(query: str) -> list[list[dict[str, Any]]]:
+        found, cursor = [], ""
+        while True:
+            page = await api.get(f"{path}/{query}{cursor}")
+            found.append(page["items"])
+            if page["next_cursor"] is None:
+                return found
+            cursor = f"&cursor={page['next_cursor']}"
+
+    large = await pages("attempts?limit=200")
+    every = [attempt for page in large for attempt in page]
+    assert [(each["attempt"], each["last_step"]) for each in every] == [
+        *((attempt, attempt + 1) for attempt in range(1, 7)),
+        (7, None),
+    ]
+    assert [each["ended_at"] is None for each in every] == [False] * 6 + [True]
+    assert len(large) > 1 and all(len(json.dumps(page)) < 2**20 for page in large)
+    for limit in (1, 2, 7):
+        paged = await pages(f"attempts?limit={limit}")
+        assert [attempt for page in paged for attempt in page] == every
+        assert max(map(len, paged)) <= limit
+    without = [a for page in await pages("attempts?workers=false") for a in page]
+    assert without == [{**attempt, "workers": []} for attempt in every]
+
+    [all_failures] = await pages("failures?limit=200")
+    assert [failure["step"] for failure in all_failures] == list(range(2, 8))
+    assert await pages("failures?limit=4") == [all_failures[:4], all_failures[4:]]
+    assert await pages("failures?limit=6") == [all_failures]
