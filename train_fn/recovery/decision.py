@@ -129,6 +129,7 @@ def _after_user_error(
     action = f"restart, user error {num_earlier + 1} of at most {spec.max_user_errors}"
     ranks, node = judgement.detail.get("ranks", ()), judgement.node_id
     num_raised = sum(each["state"] == "raised" for each in ranks)
+    num_raised += judgement.detail.get("more_ranks", {}).get("raised", 0)
     is_alone = judgement.detail.get("phase") == "start" and num_raised == 1 < len(ranks)
     left_out = node if is_alone and node in dispensable() else None
     return Decision(True, budget_of(judgement.verdict), action, leave_out=left_out)
