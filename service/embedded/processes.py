@@ -83,7 +83,8 @@ def end_members(temp_dir: str, *, grace_s: float, without: Sequence[int] = ()) -
     """
     ended: set[int] = set()
     num_old = 0
-    while found := list(members(temp_dir, without=without)):
+    # Twice: a process may end while it is looked at, and have started another one just before.
+    while found := [*members(temp_dir, without=without)] or [*members(temp_dir, without=without)]:
         num_old = num_old + 1 if {process.pid for process in found} <= ended else 0
         if num_old > _MOST_ROUNDS:
             logger.warning(
@@ -120,12 +121,12 @@ def _is_member(process: psutil.Process, temp_dir: str) -> bool | None:
         environ, arguments = process.environ(), process.cmdline()
         if CLUSTER_DIR_VARIABLE in environ:
             return environ[CLUSTER_DIR_VARIABLE] == temp_dir
-        if not arguments:
-            # A kernel thread and a process that is ending have no program.
-            return None if not environ and process.exe() else False
-        return arguments[0].startswith(RAY_TITLES) and any(
-            file.path.startswith(f"{temp_dir}/") for file in process.open_files()
-        )
+        if arguments and arguments[0].startswith(RAY_TITLES):
+            return any(file.path.startswith(f"{temp_dir}/") for file in process.open_files())
+        # The arguments may be those before or after. A kernel thread and a process that is ending
+        # have no program.
+        is_new = not arguments or time.time() - process.create_time() < _EXEC_S
+        return None if not environ and is_new and process.exe() else False
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 

@@ -31,11 +31,10 @@ started = time.process_time()
 import {{}}
 seconds = time.process_time() - started
 unwanted = {SERVER_ONLY + COMMAND_LINE_ONLY + WHEN_USED!r}
-print(json.dumps([seconds, [name for name in unwanted if name in sys.modules]]))
+print(json.dumps([seconds, len(sys.modules), [name for name in unwanted if name in sys.modules]]))
 """
-MOST = 5.0
-"""Times what the import of its two dependencies takes; it is 3.7 times that, and 0.45 s on a busy
-machine."""
+MOST = 2.0
+"""Times the modules of its two dependencies. Seconds depend on what else the machine does."""
 
 
 def test_import_takes_milliseconds_until_a_name_is_used() -> None:
@@ -55,27 +54,21 @@ def test_the_names_that_are_imported_late_are_those_that_type_checkers_see() -> 
     assert set(seen) == set(everstep.__all__) - {"__version__"}
 
 
-def test_the_client_is_fast_and_light() -> None:
-    """Seconds of computing, and of five fresh processes the fastest, beside those of its
-    dependencies."""
-    ours, theirs = [], []
-    for _ in range(5):
-        taken, loaded = imported("everstep.client.client")
-        assert loaded == []
-        ours.append(taken)
-        theirs.append(imported("httpx, pydantic")[0])
-    assert min(ours) < MOST * min(theirs)
+def test_the_client_is_light() -> None:
+    _, ours, loaded = imported("everstep.client.client")
+    assert loaded == []
+    assert ours < MOST * imported("httpx, pydantic")[1]
 
 
-def imported(names: str) -> tuple[float, list[str]]:
-    """What a fresh process takes for it, in seconds, and which modules of the server it has
-    then."""
+def imported(names: str) -> tuple[float, int, list[str]]:
+    """What a fresh process takes for it, in seconds, how many modules it has then, and which of
+    the server's."""
     program = PROGRAM.format(names)
     answer = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
     )
-    taken, loaded = json.loads(answer.stdout)
-    return taken, loaded
+    taken, num_modules, loaded = json.loads(answer.stdout)
+    return taken, num_modules, loaded
 
 
 def test_the_command_line_needs_only_the_client() -> None:

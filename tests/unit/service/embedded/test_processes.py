@@ -17,8 +17,20 @@ OURS = {CLUSTER_DIR_VARIABLE: "/tmp/es-ours"}
 class Starting:
     """A process as Linux shows it: for ``checks`` looks in the middle of its ``execve``."""
 
-    def __init__(self, pid: int, checks: int, environ: dict[str, str], exe: str = "/bin/python"):
+    def __init__(
+        self,
+        pid: int,
+        checks: int,
+        environ: dict[str, str],
+        exe: str = "/bin/python",
+        arguments: tuple[str, ...] = (),
+        age_s: float = 0.0,
+    ) -> None:
         self.pid, self._checks, self._environ, self._exe = pid, checks, environ, exe
+        self._arguments, self._born = arguments, time.time() - age_s
+
+    def create_time(self) -> float:
+        return self._born
 
     def status(self) -> str:
         self._checks -= 1
@@ -28,7 +40,7 @@ class Starting:
         return {} if self._checks >= 0 else self._environ
 
     def cmdline(self) -> list[str]:
-        return [] if self._checks >= 0 else ["python", "worker.py"]
+        return [*self._arguments] if self._checks >= 0 else ["python", "worker.py"]
 
     def exe(self) -> str:
         return self._exe
@@ -47,8 +59,17 @@ def pids(**without: list[int]) -> list[int]:
 
 def test_a_process_in_the_middle_of_its_exec_is_waited_for(found: list[Starting]) -> None:
     other = {CLUSTER_DIR_VARIABLE: "/tmp/es-other"}
-    found += [Starting(1, 0, OURS), Starting(2, 3, OURS), Starting(3, 3, other), Starting(4, 3, {})]
+    found += [Starting(1, 0, OURS), Starting(2, 3, OURS), Starting(3, 3, other)]
+    found += [Starting(4, 3, {}, age_s=60)]
     assert pids() == [1, 2]
+
+
+def test_arguments_may_be_those_before_or_after_an_exec(found: list[Starting]) -> None:
+    raylet = ("raylet", "--node")
+    found += [Starting(1, 3, OURS, arguments=raylet)]
+    found += [Starting(2, 1_000_000, {}, arguments=("env", "-i"), age_s=60)]
+    assert pids() == [1]
+    assert found[1]._checks == 999_999, "one look is enough"
 
 
 def test_one_that_is_left_out_is_not_waited_for(found: list[Starting]) -> None:
