@@ -151,6 +151,7 @@ def test_the_command_drills_and_tells(drilled: ServiceProcess) -> None:
     wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
 
 
+@pytest.mark.chaos
 def test_an_audit_finds_one_wrong_bit_and_the_run_ends_as_its_twin(
     drilled: ServiceProcess,
 ) -> None:

@@ -623,6 +623,7 @@ class Task:
 """It holds groups, and its build has a guarded collective."""
 
 
+@pytest.mark.chaos
 def test_a_task_that_holds_groups_survives_a_kill_a_drain_and_a_node_that_joins(
     client: Client, tmp_path: Path
 ) -> None:

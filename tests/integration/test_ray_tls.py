@@ -63,6 +63,7 @@ def test_only_who_has_the_key_is_let_in(cluster: RayCluster, certificate: tuple[
     assert answer_of(address, None) == b""
 
 
+@pytest.mark.chaos
 def test_a_killed_node_costs_no_step(cluster: RayCluster, tmp_path: Path) -> None:
     run = DrivenRun(cluster, tmp_path, spec(train={"epochs": 10, "global_batch_size": 128}))
     try:
