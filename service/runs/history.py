@@ -74,7 +74,7 @@ async def get_events(
 
 
 _ATTEMPT_BYTES: Final = 2**20
-_WITH_LINES: Final = 20
+_WITH_LINES: Final = 20  # newest failures
 
 
 @router.get("/attempts", summary="Worker groups of a run", responses=problem_answers(404, 422))

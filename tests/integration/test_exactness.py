@@ -122,8 +122,14 @@ def test_resumed_from_a_checkpoint_is_bitwise_the_same(
     assert_same(final_state(whole), final_state(parts))
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("world_size", "killed_rank"), [(2, 0), (5, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "killed_rank"),
+    [
+        pytest.param(2, 0, marks=pytest.mark.core),
+        pytest.param(5, 2, marks=pytest.mark.core),
+        *only_in_chaos((2, 1), (3, 1)),
+    ],
+)
 def test_survivors_of_a_killed_rank_lose_no_step(
     world_size: int, killed_rank: int, tmp_path: Path
 ) -> None:

@@ -33,8 +33,9 @@ seconds = time.process_time() - started
 unwanted = {SERVER_ONLY + COMMAND_LINE_ONLY + WHEN_USED!r}
 print(json.dumps([seconds, len(sys.modules), [name for name in unwanted if name in sys.modules]]))
 """
-MOST = 2.0
-"""Times the modules of its two dependencies. Seconds depend on what else the machine does."""
+MOST = 1.6
+"""Times the modules of its two dependencies; it is 1.4 times that. Seconds depend on what else the
+machine does."""
 
 
 def test_import_takes_milliseconds_until_a_name_is_used() -> None:
