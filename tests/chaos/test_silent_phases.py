@@ -23,7 +23,6 @@ __all__ = ["reference"]
 pytestmark = pytest.mark.timeout(400)
 
 SHORT = [
-    ("all_reduce", 2, SIGKILL, True),
     ("all_reduce", 2, SIGSTOP, False),
     ("recovery", 2, SIGKILL, True),
 ]

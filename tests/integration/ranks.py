@@ -284,6 +284,8 @@ def prepare_process(job: Job) -> None:
     from tests.support.silent_backend import claim_cpu
     from train_fn.recovery.settings import device_env, take_environment
 
+    # As in Ray's workers: a loader process is a child of its rank, and dies with it.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if job.setup is not None:
         module, _, function = job.setup.partition(":")

@@ -121,8 +121,6 @@ def _in_new_thread(run: Callable[..., Outcome], job: Job, *rest: Any) -> Outcome
 
 
 def _serve(pipe: Connection, job: Job) -> None:
-    # As in Ray's workers: a loader process is a child of its rank, and dies with it.
-    multiprocessing.set_start_method("fork", force=True)
     prepare_process(job)
     while True:
         try:

@@ -83,6 +83,7 @@ def pids(run: RunHandle, attempt: int) -> dict[str, int]:
     return {worker.node_id: worker.pid for worker in found.workers}
 
 
+@pytest.mark.chaos
 def test_a_group_shrinks_for_a_drain_and_grows_back(client: Client) -> None:
     run = begun(client, "shrinks and grows", (1, 3))
     first = run.attempts()[-1].attempt

@@ -315,6 +315,7 @@ def lightning_source() -> str:
     return source.replace("max_epochs=3,", f"max_epochs={SCRIPT_EPOCHS},")
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("source", "argv", "guarantee"),
     [
@@ -324,9 +325,7 @@ def lightning_source() -> str:
             LOADER_RESTORED,
             id="torchrun",
         ),
-        pytest.param(
-            lightning_source(), [], LOADER_RESTORED, id="lightning", marks=pytest.mark.chaos
-        ),
+        pytest.param(lightning_source(), [], LOADER_RESTORED, id="lightning"),
     ],
 )
 def test_a_protected_script_loses_no_step(

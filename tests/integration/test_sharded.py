@@ -220,6 +220,7 @@ def test_what_is_left_of_a_run_without_a_service_becomes_a_checkpoint(
         np.testing.assert_array_equal(value.numpy(), ended.values[name.replace(".", "_")])
 
 
+@pytest.mark.chaos
 def test_another_run_begins_from_a_checkpoint_in_pieces_at_any_size(
     tmp_path: Path, twin: tuple[LoopJob, Ended]
 ) -> None:
@@ -259,7 +260,7 @@ def test_a_loop_may_begin_from_what_another_trainer_saved(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("nodes", "mates", "place"),
     [
-        ("aabb", (3,), "torn"),
+        pytest.param("aabb", (3,), "torn", marks=pytest.mark.chaos),
         pytest.param("aabb", (3,), "committed", marks=pytest.mark.chaos),
         pytest.param("aabb", (3,), "gate", marks=pytest.mark.chaos),
         pytest.param("abab", (0,), "copying", marks=pytest.mark.chaos),
@@ -337,7 +338,8 @@ def test_a_full_memory_costs_protection_and_no_bit(
     require_like(job, ended, twin)
 
 
-@pytest.mark.parametrize("late", [pytest.param((2,), marks=pytest.mark.chaos), (0, 1, 2)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("late", [(2,), (0, 1, 2)])
 def test_what_a_late_attempt_leaves_counts_for_nothing(
     late: tuple[int, ...], tmp_path: Path, twin: tuple[LoopJob, Ended]
 ) -> None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 HANGS_S = 30.0
 """Longest time for which an answer is held back."""
 
@@ -120,7 +122,8 @@ class FakeRay:
 
 @contextmanager
 def serving(ray: FakeRay) -> Iterator[FakeRay]:
-    """Serve on a free port of loopback."""
+    """Serve on a free port of loopback. A machine that stands still for seconds is not taken for a
+    dashboard that is away."""
 
     class Handler(BaseHTTPRequestHandler):
         def _handle(self) -> None:
@@ -152,7 +155,9 @@ def serving(ray: FakeRay) -> Iterator[FakeRay]:
     thread.start()
     ray.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield ray
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("service.cluster.ray_jobs.CONNECT_TIMEOUT_S", HANGS_S)
+            yield ray
     finally:
         server.shutdown()
         thread.join()

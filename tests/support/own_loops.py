@@ -134,6 +134,8 @@ def _rank_main(job: LoopJob, rank: int, base: str) -> None:
     import torch
     import torch.distributed as dist
 
+    # As in torchrun's and Ray's: a loader process is a child of its rank, and dies with it.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if job.nodes:
         on_node(job.nodes[rank])
