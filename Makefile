@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
+# .ci/run has its own, which runs what failed once more
+PYTEST ?= $(BIN)/python -m pytest
 STAMP := $(VENV)/.installed
 # what a service and the demo need, without tests, documentation and adapters
 SERVER := $(VENV)/.server
@@ -39,48 +41,48 @@ serve: $(SERVER)  ## Start the service with a local cluster of two nodes (ARGS="
 test: $(STAMP)  ## In ten minutes: checks, documentation, quick unit tests, and the core of recovery on a real cluster; prints the slowest 20
 	@$(MAKE) --no-print-directory check docs
 	@scripts/get-test-tools.sh || true
-	$(BIN)/python -m pytest tests/unit -m "not slow and not chaos" --hypothesis-profile quick -n auto $(SLOWEST) $(ARGS)
-	$(BIN)/python -m pytest tests/integration tests/chaos -m "core" $(TWO_GROUPS) $(SLOWEST) $(ARGS)
+	$(PYTEST) tests/unit -m "not slow and not chaos" --hypothesis-profile quick -n auto $(SLOWEST) $(ARGS)
+	$(PYTEST) tests/integration tests/chaos -m "core" $(TWO_GROUPS) $(SLOWEST) $(ARGS)
 
 test-rest: $(STAMP)  ## What make test leaves out: slow unit tests, long property tests, all other integration tests, the short part of the chaos suite
 	@scripts/get-test-tools.sh || true
-	$(BIN)/python -m pytest tests/unit -m "(slow or hypothesis) and not chaos" -n auto $(SLOWEST) $(ARGS)
-	$(BIN)/python -m pytest tests/integration tests/chaos -m "not core and not chaos and not gpu and not alone" $(TWO_GROUPS) $(SLOWEST) $(ARGS)
-	$(BIN)/python -m pytest tests/integration tests/chaos -m "not core and not chaos and not gpu and alone" $(SLOWEST) $(ARGS)
+	$(PYTEST) tests/unit -m "(slow or hypothesis) and not chaos" -n auto $(SLOWEST) $(ARGS)
+	$(PYTEST) tests/integration tests/chaos -m "not core and not chaos and not gpu and not alone" $(TWO_GROUPS) $(SLOWEST) $(ARGS)
+	$(PYTEST) tests/integration tests/chaos -m "not core and not chaos and not gpu and alone" $(SLOWEST) $(ARGS)
 
 test-all: test test-rest  ## Everything that CI runs: make test, then make test-rest
 
 test-unit: $(STAMP)  ## Unit tests only
 	@scripts/get-test-tools.sh || true
-	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(ARGS)
+	$(PYTEST) tests/unit -m "not chaos" -n auto $(ARGS)
 
 test-one: $(STAMP)  ## One file or folder of unit tests, in seconds (T=tests/unit/train_fn/step)
 	@test -e "$(firstword $(subst ::, ,$(T)))" || { echo "T=$(T) names no test; for example make test-one T=tests/unit/train_fn/step" >&2; exit 2; }
-	@$(BIN)/python -m pytest -q "$(T)" $(ARGS)
+	@$(PYTEST) -q "$(T)" $(ARGS)
 
 chaos: $(STAMP)  ## The long fault-injection suites
-	$(BIN)/python -m pytest tests -m chaos $(ARGS)
+	$(PYTEST) tests -m chaos $(ARGS)
 
 versions:  ## make demo in fresh clones on other Debians, each with its own Python, in a chroot (root, mmdebstrap; DEBIAN="trixie testing")
 	@scripts/try-debian.sh $(or $(DEBIAN),bookworm trixie)
 
 hosts: $(STAMP)  ## The compose file's parts on hosts of their own (network namespaces, needs root), with a network that fails
-	$(BIN)/python -m pytest tests/hosts -m chaos $(ARGS)
+	$(PYTEST) tests/hosts -m chaos $(ARGS)
 
 compose: $(STAMP)  ## docker-compose.yml on a Docker engine: what an operator does and fears (root where no engine runs yet)
-	$(BIN)/python -m pytest tests/compose -m chaos -s $(ARGS)
+	$(PYTEST) tests/compose -m chaos -s $(ARGS)
 
 kubernetes: $(STAMP)  ## Manifests and node watcher against Kubernetes's own API server (built from Debian's source, ten minutes the first time)
 	@scripts/get-kubernetes-tools.sh
 	@[ -n "$$KUBEBUILDER_ASSETS" ] || scripts/get-kubernetes-api-server.sh
-	$(BIN)/python -m pytest tests/kubernetes -m chaos $(ARGS)
+	$(PYTEST) tests/kubernetes -m chaos $(ARGS)
 
 soak: $(STAMP)  ## A mixed queue under random faults for an hour, checked against I1 to I8 (ARGS="--minutes 5")
 	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 gpu: $(STAMP)  ## What only a CUDA device shows, in ten minutes, a line each; then the tests that need one (ARGS="--device cpu" tries the code)
 	@$(BIN)/python -m tests.gpu $(ARGS)
-	$(BIN)/python -m pytest tests/gpu
+	$(PYTEST) tests/gpu
 
 check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the references of spec, settings and checks, the manifests for Kubernetes
 	@echo "ruff, ruff format, mypy, import-linter"
