@@ -150,7 +150,7 @@ def _evidence(fault: Failure) -> list[str]:
         lines.append(f"kernel: the OOM killer ended {ended} on this node since the rank started")
     if evidence.get("node_alive") is not None:
         lines.append(f"node: {'still answers' if evidence['node_alive'] else 'does not answer'}")
-    for one, other in evidence.get("pairs") or ():
+    for one, other in (evidence.get("pairs") or ())[:8]:
         lines.append(
             f"network: nodes {str(one)[:8]} and {str(other)[:8]} do not hear each other; check the "
             "MTU, the firewall and the interface between them"

@@ -248,7 +248,10 @@ class Saver:
         except Exception as exc:
             self._note_failed(save, exc)
             return exc
-        self._note_committed(manifest)
+        with self._mutex:
+            self._failures.succeeded()
+            self._error = None
+            self._committed = manifest or self._committed  # None: one of an earlier attempt
         if manifest is None:
             self._found = boundary_of(save.copy.step, save.copy.state)
         elif is_new:
@@ -267,13 +270,6 @@ class Saver:
             self._error = error
             facts = self._failures.facts()
         self._events.failed(save.copy.step, f"{type(error).__name__}: {error}", facts)
-
-    def _note_committed(self, manifest: Manifest | None) -> None:
-        """Note a committed checkpoint; ``None`` for one of an earlier attempt."""
-        with self._mutex:
-            self._failures.succeeded()
-            self._error = None
-            self._committed = manifest or self._committed
 
     def _report_committed(self, save: Save, manifest: Manifest, write_s: float) -> None:
         self._events.committed(manifest, save.copy.stall_s, write_s)

@@ -21,6 +21,8 @@ MOVED_AFTER = 2
 """Number of failures of one pair after which one of the two gives way to another node."""
 ENDED_AFTER = 5
 """Number of them without a new step after which the run ends, if there is no other node."""
+MOST_PAIRS = 256
+"""Pairs of one failure that its event names: a torn network has them by the square of its nodes."""
 
 WHAT_TO_CHECK = (
     "Check the network between them: an MTU that is too large for the path, a firewall that closes "
@@ -80,13 +82,14 @@ def times_in_a_row(pairs: Pairs, past: Sequence[tuple[Pairs, int | None]], step:
 
 def words(pairs: Pairs) -> str:
     """Return a phrase that names the nodes of each pair by the first letters of their ids."""
-    named = sorted(" and ".join(node[:8] for node in sorted(pair)) for pair in pairs)
-    return f"nodes {', '.join(named)} do not hear each other"
+    named = [" and ".join(node[:8] for node in pair) for pair in as_json(pairs)[:8]]
+    others = f" and {len(pairs) - 8} more pairs" if len(pairs) > 8 else ""
+    return f"nodes {', '.join(named)}{others} do not hear each other"
 
 
 def as_json(pairs: Pairs) -> list[list[str]]:
-    """Return the pairs for an event."""
-    return sorted(sorted(pair) for pair in pairs)
+    """Return the pairs for an event, ``MOST_PAIRS`` at most."""
+    return sorted(sorted(pair) for pair in pairs)[:MOST_PAIRS]
 
 
 def from_json(value: object) -> Pairs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from train_fn.recovery.evidence import Evidence, RankError, RankReport
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.links import (
     ENDED_AFTER,
+    MOST_PAIRS,
     MOVED_AFTER,
     Pairs,
     as_json,
@@ -23,6 +25,7 @@ from train_fn.recovery.links import (
     node_to_move,
     pairs_of,
     times_in_a_row,
+    words,
 )
 from train_fn.recovery.outcome import failure_of
 from train_fn.recovery.verdict import Judgement, judge
@@ -150,6 +153,20 @@ def test_the_pairs_survive_the_journal_and_are_said_in_plain_words() -> None:
     assert headline(read).startswith("two nodes lost their connection at step 7")
     assert any("nodes a and c" in each and "MTU" in each for each in story(read))
     assert past_failure(Failure.of(_Event({**data, "evidence": {}}))).pairs == frozenset()
+
+
+@pytest.mark.parametrize("cut", ["cut", "x"])
+def test_a_torn_network_is_named_by_a_few_of_its_pairs_and_moves_the_same_node(cut: str) -> None:
+    others = {f"n{number:04}" for number in range(1000)}
+    lost = {f"{cut}{number:02}" for number in range(20)}
+    pairs = pairs_of(dict.fromkeys(lost, others))
+    told = as_json(pairs)
+    assert (len(pairs), len(told)) == (20_000, MOST_PAIRS)
+    past = from_json(told)
+    assert node_to_move(pairs, [past], lost | others) in lost
+    assert times_in_a_row(pairs, [(past, 2)], 2) == 2
+    assert words(pairs).endswith(" and 19992 more pairs do not hear each other")
+    assert len(words(pairs)) < 400
 
 
 class _Event:
