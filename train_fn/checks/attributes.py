@@ -193,10 +193,11 @@ class LoopAttributes(Check):
         changed = [name for name in before.changed() if not self._is_of_library(name)]
         if changed:
             logger.warning(
-                "the first step changes %s, which no checkpoint holds: a restart begins with the "
-                "first values. Register tensors as buffers of the model, take the count of steps "
-                "from state.step_number, draw from the global generators, or pass an object with "
-                "state_dict() and load_state_dict() that keeps the rest as es.protect(extra=…)",
+                "the first step changes %s, which no checkpoint holds unless an object in extra=… "
+                "does: a restart begins with the first values. Register tensors as buffers of the "
+                "model, take the count of steps from state.step_number, draw from the global "
+                "generators, or pass an object with state_dict() and load_state_dict() that keeps "
+                "the rest as es.protect(extra=…)",
                 few(changed),
             )
 

@@ -38,12 +38,6 @@ class LoopParts:
     piece: Piece | None = None
     """This rank's piece of models that are sharded; None if every rank has all of them."""
 
-    @property
-    def keeps_more(self) -> bool:
-        """Return whether objects of the user's own are part of the state. They may keep what the
-        models' attributes hold."""
-        return bool(self.others.keys() - self.settled - self.loaders)
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of all models."""
         for model in self.models.values():

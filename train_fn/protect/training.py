@@ -139,8 +139,7 @@ def checks_of(
     # A trainer wraps its model after it has begun, which writes all weights again.
     if torn == "refuse" and not of_trainer:
         checks.append(WeightsOfCommit(state, updates))
-    if not parts.keeps_more:
-        checks.append(LoopAttributes(parts.models, parts.optimizers))
+    checks.append(LoopAttributes(parts.models, parts.optimizers))
     return checks if of_trainer else [*checks, CarriedWatch(state)]
 
 

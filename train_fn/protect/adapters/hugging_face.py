@@ -387,7 +387,7 @@ class TrainerPlace:
         self._trainer = trainer
         self.batches = NotedBatches()
         self._state, self._log, self._num_logged = "{}", "", 0
-        self._callbacks = "[]"
+        self._callbacks, self._flos = "[]", 0.0
         self.flags = dict.fromkeys(FLAGS, False)
         """What the Trainer does after the step, and whether the epoch or the training ends."""
         self._epoch, self._num_batches = -1, 0
@@ -425,6 +425,7 @@ class TrainerPlace:
         for entry in entries[self._num_logged :]:
             self._log += ("," if self._log else "") + json.dumps(entry)
         self._num_logged = len(entries)
+        self._flos = self._trainer.current_flos
         self._state = json.dumps(facts, default=str)
         self._noted = self._epoch, self._num_batches
         self.flags = {flag: bool(getattr(control, flag)) for flag in FLAGS}
@@ -449,6 +450,7 @@ class TrainerPlace:
             "log": self._log,
             "num_logged": self._num_logged,
             "callbacks": self._callbacks,
+            "flos": self._flos,
             "flags": dict(self.flags),
             "epoch": self._noted[0],
             "num_batches": self._noted[1],
@@ -458,6 +460,7 @@ class TrainerPlace:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state, self._log = state["state"], state["log"]
         self._num_logged, self._callbacks = state["num_logged"], state["callbacks"]
+        self._flos = self._trainer.current_flos = state.get("flos", 0.0)  # earlier states lack it
         self.flags = {**dict.fromkeys(FLAGS, False), **state["flags"]}
         self._noted = self._epoch, self._num_batches = state["epoch"], state["num_batches"]
         self._is_resumed = True

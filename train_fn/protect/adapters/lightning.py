@@ -21,6 +21,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Checkpoint,
+    ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -369,6 +370,8 @@ class LightningPlace:
             callback.on_load_checkpoint(trainer, trainer.lightning_module, state["hooks"])
             if known := state["callbacks"].get(callback.state_key):
                 callback.load_state_dict(known)
+                if isinstance(callback, ModelCheckpoint):  # which saves this, and does not load it
+                    callback.current_score = known["current_score"]
         trainer.lightning_module.on_load_checkpoint(state["hooks"])
         # A monitor may read what an earlier evaluation measured.
         trainer._logger_connector._callback_metrics.update(state["metrics"])

@@ -54,6 +54,11 @@ class Tiny(nn.Module):
     def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": self.layer(inputs).square().mean()}
 
+    main_input_name = "inputs"
+
+    def num_parameters(self, **_: Any) -> int:
+        return 10
+
 
 def hf_trainer(model: Any = None, **settings: Any) -> Any:
     arguments = {"model_init": Tiny} if model is None else {"model": model}
@@ -292,6 +297,7 @@ class Following(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.trainer.global_step == self.dies:
             raise LookupError("planned")
+        self.log("falls", -float(self.trainer.global_step))
         found: torch.Tensor = (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
         return found + self.net(batch[0]).square().mean()
 
@@ -326,7 +332,8 @@ class Kept:
 
 def follow(run_id: str, dies: int | None = None, **options: Any) -> tuple[Following, int]:
     net = Following(dies)
-    saving = ModelCheckpoint("saved", every_n_train_steps=2, save_last=True, save_top_k=1)
+    best = {"monitor": "falls", "mode": "max", "save_top_k": 1, "save_last": True}
+    saving = ModelCheckpoint("saved", every_n_train_steps=2, **best)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -340,6 +347,7 @@ def follow(run_id: str, dies: int | None = None, **options: Any) -> tuple[Follow
     loader = DataLoader(TensorDataset(inputs), batch_size=4, shuffle=True)
     trainer.fit(net, loader, **options)
     assert "on_train_batch_end" not in vars(net)
+    assert saving.current_score == -1, "of the best, which was before any restart"
     return net, trainer.global_step
 
 
@@ -401,6 +409,7 @@ def average(run_id: str, dies: int | None = None, *, is_kept: bool = True) -> Ke
     # Added later, and yet part of the step.
     trainer.add_callback(Averaging(kept if is_kept else None, dies))
     trainer.train()
+    assert trainer.state.total_flos == 6 * 6 * 8 * 4 * 10, "also of the steps before a restart"
     return kept
 
 
