@@ -337,6 +337,29 @@ def test_ranks_that_meet_others_in_another_order_have_other_digests() -> None:
         require_same_order([kept, kept + 1], "the loop", "now")
 
 
+def test_gathering_all_weights_looks_at_them_once_and_tells_them_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, looks, own = Layers(), [], CallOrder._memory
+    monkeypatch.setattr(CallOrder, "_memory", lambda *of: looks.append(of) or own(*of))
+    order, (first, second, *_) = CallOrder([model], ALONE), [each.weight for each in model.layers]
+
+    def digest_of(*values: Any) -> int:
+        for value in values:
+            value.full_tensor()
+        return order.take()
+
+    assert digest_of(first, first) != digest_of(first, second) != digest_of(second, first)
+    looks.clear()
+    digest_of(*[*model.parameters()] * 9)
+    assert len(looks) < 2 * 8 + 9 * 8, "all once, and then the one that was found"
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+    both = digest_of(first.grad, second.grad)
+    first.grad.full_tensor()
+    first.grad, second.grad = second.grad, first.grad
+    assert digest_of(second.grad) == both != digest_of(first.grad, first.grad)
+
+
 def test_another_model_of_the_process_counts_for_nothing_once_it_is_gone() -> None:
     model = Layers()
     order = CallOrder([model], ALONE)
