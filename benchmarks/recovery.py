@@ -55,6 +55,10 @@ class Recovery:
     batches_dropped: int = 0
 
 
+GIVEN_UP = Recovery(GIVE_UP_S, None, None)
+"""No step of the others for so long: the recovery takes at least that."""
+
+
 def kill(pids: list[int]) -> float:
     """SIGKILL the processes and all below them, as a power cut would; the time of it."""
     victims = []
@@ -186,7 +190,10 @@ def measure_lines(directory: Path, killed_at: float, dead_pids: set[int]) -> Rec
         group = list(firsts.values())
         return group if group and len(group) == group[0]["world"] else None
 
-    group = wait_for(first_steps, GIVE_UP_S, "the first new step")
+    try:
+        group = wait_for(first_steps, GIVE_UP_S, "the first new step")
+    except TimeoutError:
+        return GIVEN_UP
     done = max(line["step"] for line in before)
     return Recovery(
         max(line["at"] for line in group) - killed_at,
@@ -325,7 +332,10 @@ def torchft(workload: str, timers: tuple[str, ...]) -> Recovery:
 
         wait_for(lambda: len(steps(2, 0.0)) >= SETTLE_STEPS, GIVE_UP_S, "steps of both groups")
         killed_at = kill([victim.pid])
-        first = wait_for(lambda: steps(1, killed_at), GIVE_UP_S, "a step of the survivor")[0]
+        try:
+            first = wait_for(lambda: steps(1, killed_at), GIVE_UP_S, "a step of the survivor")[0]
+        except TimeoutError:
+            return GIVEN_UP
         wait_for(lambda: len(steps(1, killed_at)) >= SETTLE_STEPS, GIVE_UP_S, "steps of one group")
         started_at = time.time()
         start(1, "c.log")
@@ -363,17 +373,14 @@ def plain_ray(workload: str, what: str) -> Recovery:
 
 
 def measure(side: str, workload: str, what: str, *, cold: bool) -> Recovery:
-    """One kill; GIVE_UP_S where the side did not come back within that."""
+    """One kill; GIVEN_UP where the side did not come back from it. Raises TimeoutError where it did
+    not get so far, or no further."""
     if side == "everstep":
         with cold_service() if cold else ServiceProcess(nodes=2) as service:
             return everstep(service, workload, what)
-    try:
-        if side in TORCHFT_TIMERS:
-            return torchft(workload, TORCHFT_TIMERS[side])
-        return {"torchrun": torchrun, "ray": plain_ray}[side](workload, what)
-    except TimeoutError as exc:
-        print(f"{side} is counted as {GIVE_UP_S:g} s, which it is at least: {exc}", flush=True)
-        return Recovery(GIVE_UP_S, None, None)
+    if side in TORCHFT_TIMERS:
+        return torchft(workload, TORCHFT_TIMERS[side])
+    return {"torchrun": torchrun, "ray": plain_ray}[side](workload, what)
 
 
 def main(argv: list[str]) -> None:

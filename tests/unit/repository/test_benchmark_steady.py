@@ -1,4 +1,5 @@
-"""What the steady benchmark makes of its turns: which steps count, and what a ratio is of."""
+"""What benchmarks make of their turns: which steps count, and what a ratio is of; and what never
+began is no figure."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import random
 
 import pytest
 
+from benchmarks import recovery
 from benchmarks.by_turns import BLOCK, ORDER, SETTLING, Kind, Turn
 from benchmarks.steady import NUM_KINDS, quiet_steps, results_of, rounds_of, settled_steps
 
@@ -52,3 +54,11 @@ def test_quiet_steps_tell_what_a_noisy_machine_hides() -> None:
         and quiet["ratio_of_means"]["standard_error"] < 1e-6
     )
     assert results_of(rounds_of(turns, settled_steps))["ratio_of_means"]["standard_error"] > 1e-3
+
+
+def test_a_side_that_does_not_start_has_no_time_of_recovery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "GIVE_UP_S", 0.0)
+    with pytest.raises(TimeoutError, match="the rendezvous"):
+        recovery.measure("torchrun", "digits", "node", cold=False)
