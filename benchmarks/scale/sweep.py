@@ -91,11 +91,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--whole", type=int, nargs="+")
     options = parser.parse_args(argv)
     if options.ranks:
         from benchmarks.scale import ranks  # imports torch and the service
 
         write("ranks", ranks.measure(options.ranks))
+        return
+    if options.whole:
+        from benchmarks.scale import whole
+
+        write("whole_runs", whole.measure(options.whole))
         return
     results = {costs.name: sweep(costs, options.seeds) for costs in (*POLICIES, *PROPOSALS)}
     if options.plot is not None:
