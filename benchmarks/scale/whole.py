@@ -36,7 +36,7 @@ SPEC: dict[str, Any] = {
         "model": {"name": "mini_resnet", "args": {"width": 4, "blocks_per_stage": 1}},
         "data": {"name": "digits"},
     },
-    "train": {"epochs": 10_000, "global_batch_size": 256, "micro_batch_size": 32},
+    "train": {"epochs": 10_000, "micro_batch_size": 4},
     "checkpoint": {"every_steps": 1000},
 }
 Row = dict[str, float]
@@ -66,7 +66,7 @@ def whole_run(num_ranks: int) -> Row:
     nodes = max(2, num_ranks // PER_NODE)
     a_node = num_ranks // nodes
     scaling = {"min_workers": a_node, "max_workers": num_ranks}
-    train = {**SPEC["train"], "global_batch_size": max(256, num_ranks)}
+    train = {**SPEC["train"], "global_batch_size": 4 * num_ranks}
     meter = Meter()
     with (
         ServiceProcess(nodes=nodes, cpus_per_node=a_node, prefix=NO_PRECEDENCE) as service,

@@ -41,7 +41,7 @@ class NarrowTerminal:
         text = _CONTROL.sub("", self._written.decode(errors="replace"))
         return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
 
-    def read_until(self, text: str, timeout_s: float = 60.0) -> None:
+    def read_until(self, text: str, timeout_s: float = 180.0) -> None:
         """Read until a line contains ``text``."""
         deadline = time.monotonic() + timeout_s
         while not any(text in line for line in self.lines):

@@ -60,7 +60,7 @@ async def test_a_kill_at_any_line_of_a_start_leaves_one_job(
     killed = await asyncio.create_subprocess_exec(
         *command, env={**os.environ, "EVERSTEP_CRASH_POINT": point}
     )
-    assert await asyncio.wait_for(killed.wait(), 60) == -signal.SIGKILL
+    assert await killed.wait() == -signal.SIGKILL
     for _ in range(3):
         await here.reconciler.tick()
     assert list(ray.jobs) == [f"{run.id}-s001"]
