@@ -87,6 +87,8 @@ def whole_run(num_ranks: int) -> Row:
             _steps(run, 1)
         [failure] = run.failures()
         meter.row["steps lost"] = failure.steps_lost or 0
+        [recovered] = [event.data for event in run.events() if event.kind == "recovered"]
+        meter.row |= {f"… {phase}": seconds for phase, seconds in recovered["phases"].items()}
         smaller = run.attempts()[-1]
         assert smaller.world_size == num_ranks - a_node
         with meter.of("a node of ranks joins"):
