@@ -28,7 +28,7 @@ from storage.process_nonce import process_nonce
 from storage.run_control import Distrust, struck_by
 from storage.run_dir import RunDir
 from train_fn.checkpoints.save_slot import Save
-from train_fn.checkpoints.torch_file import safetensors_name, save, write_safetensors
+from train_fn.checkpoints.torch_file import save, write_safetensors
 from train_fn.context import WorkerContext
 from train_fn.errors import FOUND_WITHIN, Replaced
 from train_fn.state.pieces import Piece
@@ -201,7 +201,7 @@ def write_files(
         with writer.write_file(name, on_write) as file:
             save(content, file)
         if name != STATE_FILE and safetensors:
-            with writer.write_file(safetensors_name(name), on_write) as file:
+            with writer.write_file(name.removesuffix(".pt") + ".safetensors", on_write) as file:
                 write_safetensors(content, file)
         on_write()
 

@@ -163,6 +163,7 @@ def _layout_is_known() -> bool:
 # endian.
 
 _DTYPES = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -176,12 +177,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ALIGNMENT = 8
-
-
-def safetensors_name(file: str) -> str:
-    """Return ``model.safetensors`` for ``model.pt``."""
-    return file.removesuffix(".pt") + ".safetensors"
 
 
 def require_safetensors(state: Mapping[str, Any]) -> None:
@@ -216,6 +211,11 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"safetensors cannot hold {name}, which is {tensor.dtype}; read the .pt files with "
+                "torch.load"
+            )
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
@@ -223,7 +223,7 @@ def write_safetensors(
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name, tensor in ordered:
         tensor = tensor if value_of is None else value_of(name)
