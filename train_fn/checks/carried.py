@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,8 @@ class CarriedWatch(Check):
         self._has_ended = self._state.ends_epoch
         if not is_due:
             return
-        frames = list(_frames_of_user(sys._getframe()))
+        stack = [frame for frame, _ in walk_stack(sys._getframe())]
+        frames = [each for each in stack if _is_of_user(each.f_code.co_filename)]
         if self._num_commits == 1:
             found = [name for each in frames for name in self._carried(each)]
             self._warn_of_loaders(frames)
@@ -198,13 +200,6 @@ def _is_own_object(value: Any) -> bool:
         and not issubclass(kind, ModuleType | FunctionType)
         and _is_of_user(file_of(kind))
     )
-
-
-def _frames_of_user(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        if _is_of_user(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
 
 
 def _is_of_user(file: str) -> bool:

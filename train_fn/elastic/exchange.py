@@ -170,7 +170,10 @@ class Exchange:
         sums = finish_all(large)
         sums_of = dict(zip(map(id, self._message.buckets), self._message.sums(), strict=True))
         sums_of |= {id(each.bucket): found for each, found in zip(large, sums, strict=True)}
-        self._require_arrived(sums)
+        if sums:  # waits for the device
+            self._peers.result(sums[-1][-1].reshape(-1)[-1:])
+        else:
+            self._peers.require_whole()
         self._adopt(sums_of)
         return totals_of([self._code.decode(report) for report in reports])
 
@@ -256,13 +259,6 @@ class Exchange:
                 parameter = self._parameters[member]
                 parameter.grad = torch.view_as_complex(total) if parameter.is_complex() else total
         self.values = sums_of[id(self._of_values)] if self._of_values is not None else []
-
-    def _require_arrived(self, sums: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Raise PeersGone if a collective was aborted. Waits for the device."""
-        if sums:
-            self._peers.result(sums[-1][-1].reshape(-1)[-1:])
-        else:
-            self._peers.require_whole()
 
 
 def _members(parameters: Sequence[nn.Parameter]) -> list[list[int]]:

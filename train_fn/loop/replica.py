@@ -319,20 +319,16 @@ class Replica:
         loaded = sketch(batch)
         if not self.parts.is_kept:
             self.state.task = self.task_state.capture()
-            self._try_once(batch, len(first))
+            # Unless a pass ahead has done both with the same samples. A peer may know the count.
+            if not self.parts.is_tried:
+                if self.shards is None and self.parts.flops_per_sample is None:
+                    flops = counted_flops(self.task, self.state.model, batch, len(first))
+                    self.parts.flops_per_sample = flops
+                try_smallest(self)
+                self.parts.is_tried = True
         self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)
         if self.exchange is not None:
             self.exchange.watch()
-
-    def _try_once(self, batch: Any | None, num_samples: int) -> None:
-        """Count the operations of a sample, which a peer may know already, and refuse micro-batches
-        that are too small, unless a pass ahead has done both with the same samples."""
-        if not self.parts.is_tried:
-            if self.shards is None and self.parts.flops_per_sample is None:
-                flops = counted_flops(self.task, self.state.model, batch, num_samples)
-                self.parts.flops_per_sample = flops
-            try_smallest(self)
-            self.parts.is_tried = True
 
     def let_go(self) -> None:
         """Take off what ties the parts to the peers of this attempt: DDP, hooks, and gradients in

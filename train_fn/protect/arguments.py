@@ -75,7 +75,13 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> LoopPart
     }
     extras = {f"extra{_dotted(name)}": each for name, each in named("extra", extra).items()}
     for name, each in {**schedulers, **extras}.items():
-        _check_stateful(name, each)
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(each, method, None)):
+                raise BadTask(
+                    f"es.protect: {name} is a {type(each).__name__} without {method}(); give it "
+                    "both state_dict() and load_state_dict(), or leave it out if it follows from "
+                    "the step"
+                )
     _check_schedulers(optimizers, schedulers)
     _check_weights(optimizers, [*models.values(), *extras.values()])
     scalers = {name for name, each in extras.items() if isinstance(each, torch.amp.GradScaler)}
@@ -178,15 +184,6 @@ def _check_optimizer(name: str, optimizer: Any) -> None:
             f"{where} is a ZeroRedundancyOptimizer, whose state nothing can take apart. "
             f"{USE_FSDP2}. {WAY_OUT}"
         )
-
-
-def _check_stateful(name: str, part: Any) -> None:
-    for method in ("state_dict", "load_state_dict"):
-        if not callable(getattr(part, method, None)):
-            raise BadTask(
-                f"es.protect: {name} is a {type(part).__name__} without {method}(); give it both "
-                "state_dict() and load_state_dict(), or leave it out if it follows from the step"
-            )
 
 
 def _check_weights(optimizers: Mapping[str, Any], owners: list[Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from train_fn.errors import BadTask
-from train_fn.samples.loader import data_sets_in, told_of_epochs
+from train_fn.samples.loader import told_of_epochs
 from train_fn.samples.sampler import key, own_generators, seed_anew, seed_building
 
 _ORDER = 7
@@ -128,15 +128,6 @@ def divides(loader: Any) -> bool:
     return hasattr(loader, "base_dataloader") or any(
         hasattr(part, name) for part in samplers_of(loader) for name in names
     )
-
-
-def readers_of(loader: Any) -> list[Any]:
-    """Return the data sets of a loader, and the object that its collate function is, or is a method
-    of."""
-    collate = getattr(loader, "collate_fn", None)
-    owner = getattr(collate, "__self__", collate)
-    data = list(data_sets_in(getattr(loader, "dataset", None), set()))
-    return data if isinstance(owner, torch.nn.Module) else [*data, owner]
 
 
 def samplers_of(loader: Any) -> list[Any]:

@@ -21,7 +21,6 @@ from train_fn.protect.data_order import (
     divides,
     kept_iterator,
     num_in,
-    readers_of,
     require_own_iterator,
     samplers_of,
     set_order,
@@ -96,7 +95,9 @@ class FollowedLoader:
         self._draws_by_rank: bool | None = None
         """The same of generators that samplers own."""
         self._rank = 0
-        self._drawn_from = own_generators(readers_of(loader))
+        collate = getattr(loader, "collate_fn", None)
+        readers = (getattr(loader, "dataset", None), getattr(collate, "__self__", collate))
+        self._drawn_from = own_generators(readers)
         self._taken: Taken | None = None
         """Of the newest batch."""
         self._expected: dict[str, int] | None = None

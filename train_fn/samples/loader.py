@@ -36,7 +36,7 @@ MAX_AUTO_WORKERS = 16
 _PR_SET_PDEATHSIG = 1
 _MOST_DEPTH = 8
 _COLLATES = 9
-"""Purpose of the seeds of generators that a collate function owns."""
+"""Purpose of the seeds of generators that data and a collate function own."""
 
 
 class Loaded(NamedTuple):
@@ -78,13 +78,14 @@ class KeyedDataset(Dataset[Loaded]):
     epoch.
 
     A data set with ``fetch(seed, epoch, indices) -> batch`` reads whole micro-batches. For any
-    other one the global generators of Python, numpy and torch are seeded before each sample.
+    other one the global generators and those that the data own are seeded before each sample.
     """
 
     def __init__(self, dataset: Any, seed: int, collate: Collate, *, training: bool) -> None:
         self.dataset, self.seed, self.collate, self.training = dataset, seed, collate, training
         self._epochs = ToldEpoch(dataset, collate)
         self._drawn_from = own_generators([collate])
+        self._drawn_by_data = own_generators([dataset])
 
     def __getitems__(self, micro: MicroBatch) -> Loaded:
         if self.training:
@@ -99,6 +100,7 @@ class KeyedDataset(Dataset[Loaded]):
         samples, fetched = [], []
         for index in micro.indices.tolist():
             seed_sample(self.seed, micro.epoch, index)
+            seed_anew(self._drawn_by_data, key(self.seed, micro.epoch, index, _COLLATES))
             try:
                 samples.append(self.dataset[index])
             except SystemExit as exc:  # would end a loader process silently

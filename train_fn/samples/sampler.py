@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -285,17 +286,45 @@ def _seed_all(keyed: int) -> None:
 _MOST_SEED = (1 << 32) - 1
 """Largest seed that every kind of generator takes."""
 
+_KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_MOST_LEVELS, _MOST_PARTS = 6, 256  # how deep they are looked for, and in how large containers
+
 
 def own_generators(parts: Iterable[Any], *, of_samplers: bool = False) -> list[Any]:
-    """Return the generators in the attributes of these objects. Those of samplers that torch calls
-    ``generator`` are left out: they are seeded with the order."""
-    return [
-        value
-        for part in parts
-        for name, value in sorted(getattr(part, "__dict__", {}).items())
-        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
-        or (isinstance(value, torch.Generator) and not (of_samplers and name == "generator"))
-    ]
+    """Return the generators that these objects own, also in what they hold, as in a transform. Of
+    samplers only those in attributes, but for what torch calls ``generator``: that is seeded with
+    the order."""
+    shared = (random._inst, torch.default_generator)  # type: ignore[attr-defined]
+    seen, level = {id(each): each for each in shared}, list(parts)
+    found = list[Any]()
+    for _ in range(1 if of_samplers else _MOST_LEVELS):
+        held = {id(each): each for part in level for each in _held(part, of_samplers)}
+        level = [each for number, each in held.items() if number not in seen]
+        seen |= held
+        found += [each for each in level if isinstance(each, _KINDS)]
+    return found
+
+
+def _held(part: Any, of_samplers: bool) -> Iterator[Any]:
+    """Yield what an object, a small container or a function holds, and the generators that its
+    code reads as globals. A model has generators of its own."""
+    is_model = isinstance(part, torch.nn.Module) and next(part.parameters(), None) is not None
+    if is_model or isinstance(part, type | ModuleType | MethodType):
+        return
+    named = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+    parts = part if isinstance(part, list | tuple) else named.values()
+    if len(parts) <= _MOST_PARTS:
+        of_order = named.get("generator") if of_samplers else part
+        yield from (
+            one for one in parts if one is not of_order or not isinstance(one, torch.Generator)
+        )
+    kinds = () if of_samplers else type(part).__mro__
+    for each in (part, *(each for kind in kinds for each in vars(kind).values())):
+        if isinstance(each, FunctionType):
+            read = [each.__globals__.get(name) for name in each.__code__.co_names]
+            near = (one for one in read if getattr(one, "__globals__", 0) is each.__globals__)
+            yield from (*near, *(one for one in read if isinstance(one, _KINDS)))
+            yield from (one.cell_contents for one in each.__closure__ or () if one != CellType())
 
 
 def digest_of(generators: Iterable[Any]) -> str:

@@ -469,9 +469,6 @@ class FollowingLoader(BegunElsewhere):
 
     def _rest(self) -> Iterator[Any]:
         num_done, self._num_done = self._num_done, 0
-        return self._noting(num_done)
-
-    def _noting(self, num_done: int) -> Iterator[Any]:
         for number, batch in enumerate(self._batches(num_done), start=num_done + 1):
             self._newest.append((number, Taken(batch)))
             yield batch

@@ -55,7 +55,12 @@ class LeftStates:
         def on_node(action: Callable[..., Any], offer: Offer, *arguments: Any) -> Any:
             node = nodes[offer.rank]
             store = self._run_dir, node, self._submission
-            return _got(_on_node(action, node, store, offer, *arguments), SAVE_S)
+            ref = _on_node(action, node, store, offer, *arguments)
+            try:
+                return ray.get(ref, timeout=SAVE_S)
+            except ray.exceptions.GetTimeoutError:
+                ray.cancel(ref, force=True)
+                raise TimeoutError(f"the state was not written within {SAVE_S:g} s") from None
 
         return save_last(
             self._run_dir,
@@ -111,14 +116,6 @@ def _on_node(action: Callable[..., Any], node_id: str, *arguments: Any) -> Any:
     return task.options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
     ).remote(*arguments)
-
-
-def _got(ref: Any, patience_s: float) -> Any:
-    try:
-        return ray.get(ref, timeout=patience_s)
-    except ray.exceptions.GetTimeoutError:
-        ray.cancel(ref, force=True)
-        raise TimeoutError(f"the state was not written within {patience_s:g} s") from None
 
 
 def _labels(run_dir: RunDir, node_id: str, submission: int) -> list[Label]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -176,11 +177,40 @@ class Mixing:
         return float(self.rng.random())
 
 
+class Noisy:
+    """Data that draw from the generators that ``change`` holds, or reads as a global."""
+
+    def __init__(self, change: Any) -> None:
+        self.steps = [change]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.steps[0](index))
+
+
+def closure() -> Any:
+    own = random.Random(7)
+    return lambda _: own.random()
+
+
+OF_MODULE = np.random.RandomState(7)
+
+
+def of_module(_: Any) -> Any:
+    return OF_MODULE.random()
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_generator_of_a_collate_function_goes_on_at_the_place(num_workers: int) -> None:
-    def drawn(step: int) -> list[float]:
-        data = Batches(numbers(8), 4, Mixing(), num_workers=num_workers)
-        return list(whole(data, Loop(step=step), 6))
+@pytest.mark.parametrize("make", [None, Mixing, closure, lambda: of_module])
+def test_own_generators_of_data_and_collate_function_go_on_at_the_place(
+    num_workers: int, make: Any
+) -> None:
+    def drawn(step: int) -> list[Any]:
+        collate = {} if make else {"collate": Mixing()}
+        data = Batches(Noisy(make()) if make else numbers(8), 4, num_workers=num_workers, **collate)
+        return [str(each) for each in whole(data, Loop(step=step), 6)]
 
     assert len(set(drawn(0))) == 6
     assert drawn(3) == drawn(0)[3:]
