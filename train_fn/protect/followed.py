@@ -102,8 +102,8 @@ class FollowedLoader:
         """Of the newest batch."""
         self._expected: dict[str, int] | None = None
         """Marks of the last batch before a restart; None if they say nothing about this data."""
-        self._is_mine = False
-        """Whether it was this rank that noted them."""
+        self._noted_by = -1
+        """The rank that noted them."""
 
     @property
     def loader(self) -> Any:
@@ -152,7 +152,7 @@ class FollowedLoader:
         # Only a loader of the same kind has the same order.
         is_alike = state.get("kind") == type(self._loader).__qualname__
         self._expected = state["marks"] if is_alike else None
-        self._rank = state.get("rank", 0)
+        self._noted_by = self._rank = state.get("rank", 0)
         self._taken = None
 
     @property
@@ -239,7 +239,7 @@ class FollowedLoader:
         """Go on at another world size: at the same number of batches of all ranks."""
         if self._world_size != world_size:
             self._expected = None
-        self._is_mine, self._rank = self._rank == rank, rank
+        self._rank = rank
         if self._world_size not in (0, world_size) and self._num_batches:
             done = self._num_batches * self._world_size
             self._num_batches, repeated = divmod(done, world_size)
@@ -259,7 +259,7 @@ class FollowedLoader:
         if num_done and num_done == self._most:
             return
         if num_done and expected is not None:
-            mine = expected if self._is_mine else None
+            mine = expected if self._noted_by == self._rank else None
             yield from ReadAgain(
                 loader,
                 num_done,

@@ -408,6 +408,23 @@ def test_generators_that_data_own_go_on_at_the_very_batch(
     assert read(second, loop, 2 * PER_EPOCH - done) == whole[done:]
 
 
+def test_epochs_read_one_by_another_go_on_on_a_rank_that_noted_nothing() -> None:
+    """It asks for the epochs that are done, too, and does not take another rank's batch for its
+    own."""
+
+    def of_rank(rank: int) -> FollowedLoader:
+        sampler = DistributedSampler(numbers(), num_replicas=2, rank=rank)
+        return FollowedLoader(DataLoader(numbers(), batch_size=2, sampler=sampler))
+
+    first, second = of_rank(0), of_rank(1)
+    read(first, Loop(world_size=2), PER_EPOCH + 2)
+    second.load_state_dict(first.state_dict())
+    loop = Loop(rank=1, world_size=2)
+    loop.step_number = PER_EPOCH + 2
+    assert read(second, loop, epochs=1) == []
+    assert len(read(second, loop, epochs=2)) == PER_EPOCH - 2
+
+
 def test_generators_that_data_own_are_warned_of_in_loader_processes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
