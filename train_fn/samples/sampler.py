@@ -294,9 +294,8 @@ def own_generators(parts: Iterable[Any], *, of_samplers: bool = False) -> list[A
     """Return the generators that these objects own, also in what they hold, as in a transform. Of
     samplers only those in attributes, but for what torch calls ``generator``: that is seeded with
     the order."""
-    shared = (random._inst, torch.default_generator)  # type: ignore[attr-defined]
-    seen, level = {id(each): each for each in shared}, list(parts)
-    found = list[Any]()
+    seen = {id(each): each for each in (random._inst, torch.default_generator)}
+    found, level = list[Any](), list(parts)
     for _ in range(1 if of_samplers else _MOST_LEVELS):
         held = {id(each): each for part in level for each in _held(part, of_samplers)}
         level = [each for number, each in held.items() if number not in seen]
