@@ -331,6 +331,8 @@ def _joined(target: Path) -> str:
             "the model is sharded, and joining it needs torch: where that is installed, "
             f"python -m {JOINING} {target} joins its pieces into model.safetensors"
         )
+    except ValueError as exc:
+        return f"the model is sharded, and its pieces were left as they are: {exc}"
     return "the model is sharded: model.safetensors holds its joined weights"
 
 

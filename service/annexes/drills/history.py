@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, Final
@@ -385,10 +385,13 @@ def parity(
     """
     reported: dict[int, list[Loss]] = {}
     later: dict[int, Loss] = {}
-    for event, step, loss in _losses(metrics):
-        reported.setdefault(step, []).append(loss)
-        if event.attempt >= recovered.attempt and step > restored_step:
-            later.setdefault(step, loss)
+    for event in metrics:
+        for point in event.data["points"]:
+            step = int(point["step"])
+            if "loss" in point["values"]:
+                reported.setdefault(step, []).append(point["values"]["loss"])
+                if event.attempt >= recovered.attempt and step > restored_step:
+                    later.setdefault(step, point["values"]["loss"])
     after = {step: later[step] for step in sorted(later)[:NUM_STEPS]}
     before = {
         step: reported[step][-1]
@@ -415,13 +418,6 @@ def parity(
         loss_after=_mean(list(after.values())),
         samples_used_once=samples_used_once,
     )
-
-
-def _losses(metrics: Sequence[EventRow]) -> Iterator[tuple[EventRow, int, Loss]]:
-    for event in metrics:
-        for point in event.data["points"]:
-            if "loss" in point["values"]:
-                yield event, int(point["step"]), point["values"]["loss"]
 
 
 def _differ(losses: Sequence[Loss], tolerance: float) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.cli.history import _joined
 from storage.checkpoints.manifest import MANIFEST, Manifest, parse_manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, CorruptFile, StorageNotFound
@@ -169,3 +170,13 @@ def test_a_part_that_holds_a_damaged_file_whole_breaks_off_and_a_short_file_alwa
     overwrite(local_dir, manifest.name, "z.pt", b"z" * 2000)
     with pytest.raises(CorruptCheckpoint, match="found fewer"):
         list(archive.stream(archive.size_bytes - 2000))
+
+
+def test_pieces_that_cannot_be_joined_stay_and_the_download_says_why(
+    local_dir: RunDir, tmp_path: Path
+) -> None:
+    data = save(local_dir, 50).to_bytes()
+    (tmp_path / MANIFEST).write_bytes(data)
+    said = _joined(tmp_path)
+    assert "its pieces were left as they are" in said and said.endswith("load its model.pt")
+    assert [each.read_bytes() for each in tmp_path.iterdir() if each.is_file()] == [data]
