@@ -100,7 +100,8 @@ class KeyedDataset(Dataset[Loaded]):
         samples, fetched = [], []
         for index in micro.indices.tolist():
             seed_sample(self.seed, micro.epoch, index)
-            seed_anew(self._drawn_by_data, key(self.seed, micro.epoch, index, _COLLATES))
+            if self._drawn_by_data:
+                seed_anew(self._drawn_by_data, key(self.seed, micro.epoch, index, _COLLATES))
             try:
                 samples.append(self.dataset[index])
             except SystemExit as exc:  # would end a loader process silently
