@@ -57,7 +57,7 @@ def commands(target: str, tests: str) -> list[str]:
     """Return the lines of a target of the Makefile that run these tests."""
     makefile = (REPOSITORY / "Makefile").read_text()
     recipe = re.split(rf"^{target}:.*\n", makefile, flags=re.M)[1].split("\n\n")[0]
-    return [line for line in recipe.splitlines() if f"pytest {tests} " in line]
+    return [line for line in recipe.splitlines() if f"$(PYTEST) {tests} " in line]
 
 
 def takes(command: str, **marks: bool) -> bool:
