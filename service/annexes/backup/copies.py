@@ -118,8 +118,12 @@ def restore(settings: Settings, directory: Path) -> Summary:
                     f"the backup contains a storage directory, but {storage.uri} is an object "
                     "store; restore to a directory with --storage"
                 )
-            _refuse_filled(Path(storage.uri))
-            copy_tree(directory / _STORAGE, Path(storage.uri))
+            root = Path(storage.uri)
+            if root.exists() and any(root.iterdir()):
+                raise BackupError(
+                    f"the storage {root} is not empty; move it away first, or use another --storage"
+                )
+            copy_tree(directory / _STORAGE, root)
         put_database(url, source)
         database = Database(settings.database_url)
         try:
@@ -132,13 +136,6 @@ def restore(settings: Settings, directory: Path) -> Summary:
         finally:
             database.close()
     return _summary(settings, storage, directory)
-
-
-def _refuse_filled(root: Path) -> None:
-    if root.exists() and any(root.iterdir()):
-        raise BackupError(
-            f"the storage {root} is not empty; move it away first, or use another --storage"
-        )
 
 
 def _sha256(path: Path) -> str:

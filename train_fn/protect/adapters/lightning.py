@@ -468,7 +468,10 @@ class FollowingLoader(BegunElsewhere):
         return next((each for at, each in reversed(self._newest) if at == num_done), None)
 
     def _rest(self) -> Iterator[Any]:
-        num_done, self._num_done = self._num_done, 0
+        num_done, self._num_done = self._num_done, 0  # now, not at the first batch
+        return self._noting(num_done)
+
+    def _noting(self, num_done: int) -> Iterator[Any]:
         for number, batch in enumerate(self._batches(num_done), start=num_done + 1):
             self._newest.append((number, Taken(batch)))
             yield batch
