@@ -238,7 +238,10 @@ def check(plane: Plane, http: httpx.Client) -> None:
     """Everything that clients were told is so, on the last replica too; and Ray was asked to run
     each run once."""
     history = plane.history
-    assert history.bad == [] and len(history.created) > 20, (history.bad[:3], history.statuses)
+    errors = [replica.errors() for replica in plane.replicas] if history.bad else []
+    assert history.bad == [] and len(history.created) > 20, (
+        f"{history.bad[:3]} {history.statuses} {errors}"
+    )
     base = plane.replicas[-1].url
 
     def found() -> dict[str, dict[str, object]]:

@@ -78,6 +78,11 @@ class Replica:
     def _log(self) -> str:
         return (self.home / "serve.log").read_text()
 
+    def errors(self) -> str:
+        """Its first traceback, with what the log says around it."""
+        at = self._log().find("Traceback")
+        return self._log()[max(0, at - 500) :][:6000] if at >= 0 else ""
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(20)
