@@ -4,11 +4,12 @@ machine it was measured on."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,28 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
         "max": max(rounded),
         "values": rounded,
     }
+
+
+def grown(
+    counts: Sequence[int],
+    rows: Sequence[Mapping[str, float]],
+    digits: int,
+    tells: Callable[[str, float, float], bool],
+) -> dict[str, Any]:
+    """Print a row for each part: its value at each of ``counts``, and the exponent with which it
+    grows from the last but one to the last, if ``tells`` says of its name and these two values that
+    one tells something."""
+    results: dict[str, Any] = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        grows = None
+        if len(counts) > 1 and tells(name, values[-2], values[-1]):
+            ratio = values[-1] / max(values[-2], 1e-9)
+            grows = round(math.log(ratio) / math.log(counts[-1] / counts[-2]), 2)
+        rounded = [round(value, digits) for value in values]
+        results[name] = {**dict(zip(map(str, counts), rounded, strict=True)), "exponent": grows}
+        print(f"{name:28}", *rounded, grows, flush=True)
+    return results
 
 
 def machine() -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import math
 import resource
 import tempfile
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import grown
 from everstep.spec.sections import RecoverySpec
 from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
@@ -267,13 +267,6 @@ def measure(counts: Sequence[int]) -> dict[str, Any]:
         row["peak MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
         rows.append(row)
         print(num_ranks, "ranks done", flush=True)
-    results: dict[str, Any] = {}
-    for name in rows[0]:
-        values = [round(row[name], 5) for row in rows]
-        grows = None
-        if len(counts) > 1 and (name.startswith("bytes") or rows[-1][name] > LEAST_S):
-            ratio = rows[-1][name] / max(rows[-2][name], 1e-9)
-            grows = round(math.log(ratio) / math.log(counts[-1] / counts[-2]), 2)
-        results[name] = {**dict(zip(map(str, counts), values, strict=True)), "exponent": grows}
-        print(f"{name:24}", *values, grows, flush=True)
-    return results
+    return grown(
+        counts, rows, 5, lambda name, _, newest: name.startswith("bytes") or newest > LEAST_S
+    )

@@ -11,7 +11,6 @@ their own.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 
 from benchmarks.main_job import DIGITS
+from benchmarks.report import grown
 from everstep.client.runs import RunHandle
 from tests.support.service_process import ServiceProcess, wait_for
 
@@ -116,12 +116,4 @@ def measure(counts: Sequence[int]) -> dict[str, Any]:
     for num_ranks in counts:
         rows.append(whole_run(num_ranks))
         print(num_ranks, {part: round(value, 2) for part, value in rows[-1].items()}, flush=True)
-    results: dict[str, Any] = {}
-    for part in rows[0]:
-        values = [round(row[part], 2) for row in rows]
-        grows = None
-        if len(counts) > 1 and min(values[-2:]) > 0:
-            grows = round(math.log(values[-1] / values[-2]) / math.log(counts[-1] / counts[-2]), 2)
-        results[part] = {**dict(zip(map(str, counts), values, strict=True)), "exponent": grows}
-        print(f"{part:28}", *values, grows, flush=True)
-    return results
+    return grown(counts, rows, 2, lambda _, before, newest: min(before, newest) > 0)
