@@ -1,14 +1,16 @@
 """Plain Ray Train at its defaults on local one-CPU nodes: ``python -m benchmarks.elastic_ray
-WORKLOAD DIRECTORY NODES``.
+WORKLOAD DIRECTORY NODES [torchft]``.
 
 Elastic workers, unlimited failures, everything else as Ray ships it. Writes nodes.json with the
-processes of each node, trains until DIRECTORY/stop exists. DIRECTORY/address says where another
-node may join.
+processes of each node, trains until DIRECTORY/stop says so. DIRECTORY/address says where another
+node may join. With ``torchft``, its ``TorchftConfig`` keeps one replica group a node, at torchft's
+defaults; Ray does not combine that with elastic sizes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.train.torch import TorchTrainer
 
+from benchmarks import elastic_torchft
 from benchmarks.elastic_loop import train
 
 
@@ -41,15 +44,29 @@ def train_fn(config: dict[str, Any]) -> None:
                 checkpoint = ray.train.Checkpoint.from_directory(path)
             ray.train.report({"step": state["step"]}, checkpoint=checkpoint)
 
-    train(config["workload"], directory / "steps", directory / "stop", load, save)
+    train(config["workload"], directory, load, save)
 
 
-def main(workload: str, directory: Path, num_nodes: int) -> None:
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
+def torchft_fn(config: dict[str, Any]) -> None:
+    number = ray.train.get_context().get_world_rank()
+    lighthouse = os.environ["TORCHFT_LIGHTHOUSE"]
+    elastic_torchft.train(number, lighthouse, config["workload"], Path(config["directory"]))
+
+
+def main(workload: str, directory: Path, num_nodes: int, torchft: bool) -> None:
+    # Ray's actor for torchft's lighthouse asks for a CPU of the head.
+    head = {"num_cpus": int(torchft), "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    config, scaling = None, ray.train.ScalingConfig(num_workers=(1, num_nodes))
+    if torchft:
+        from ray.train.v2.torch.torchft_config import TorchftConfig
+
+        config = TorchftConfig(lighthouse_kwargs={"min_replicas": 1}, backend="gloo")
+        scaling = ray.train.ScalingConfig(
+            num_workers=num_nodes, resources_per_worker={"CPU": 1, "node": 1}
+        )
     try:
-        nodes = [cluster.add_node(num_cpus=1) for _ in range(num_nodes)]
+        nodes = [cluster.add_node(num_cpus=1, resources={"node": 1}) for _ in range(num_nodes)]
         raylets = {
             node.node_id: [
                 info.process.pid for infos in node.all_processes.values() for info in infos
@@ -60,9 +77,10 @@ def main(workload: str, directory: Path, num_nodes: int) -> None:
         (directory / "address").write_text(cluster.address)
         ray.init(address=cluster.address, log_to_driver=False)
         TorchTrainer(
-            train_fn,
+            torchft_fn if torchft else train_fn,
             train_loop_config={"directory": str(directory), "workload": workload},
-            scaling_config=ray.train.ScalingConfig(num_workers=(1, num_nodes)),
+            scaling_config=scaling,
+            torch_config=config,
             run_config=ray.train.RunConfig(
                 name="plain",
                 storage_path=str(directory / "ray"),
@@ -75,4 +93,4 @@ def main(workload: str, directory: Path, num_nodes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["torchft"])

@@ -26,7 +26,7 @@ def main(workload: str, directory: Path) -> None:
             os.replace(f"{checkpoint}.tmp", checkpoint)  # noqa: PTH105
 
     dist.init_process_group("gloo")
-    train(workload, directory / "steps", directory / "stop", load, save)
+    train(workload, directory, load, save)
     dist.destroy_process_group()
 
 

@@ -27,12 +27,14 @@ import psutil
 
 from benchmarks.recovery import (
     GIVE_UP_S,
+    agent,
     cancel,
     end_cluster,
     is_open,
     kill,
     lines,
     process,
+    ray_node,
     scratch,
 )
 from benchmarks.report import write
@@ -287,27 +289,9 @@ class Torchrun(Lines):
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._num_agents += 1
-        command = [
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            "1:2",
-            "--nproc-per-node",
-            "1",
-            "--max-restarts",
-            "1000",
-        ]
-        command += [
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"127.0.0.1:{self._endpoint_port}",
-            "--rdzv-id",
-            "bench",
-        ]
-        command += ["-m", "benchmarks.elastic_torchrun", self._workload, str(self._directory)]
+        log = f"agent-{self._num_agents}"
         return self._stack.enter_context(
-            process(command, self._directory / f"agent-{self._num_agents}.log")
+            agent(self._endpoint_port, self._workload, self._directory, log)
         )
 
 
@@ -332,11 +316,7 @@ class PlainRay(Lines):
 
     def add_node(self) -> None:
         self._num_nodes += 1
-        address = (self._directory / "address").read_text()
-        command = ["-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
-        command += ["start", "--address", address, "--num-cpus", "1", "--block"]
-        log = self._directory / f"node-{self._num_nodes}.log"
-        self._stack.enter_context(process(command, log, {"RAY_AUTH_MODE": "disabled"}))
+        self._stack.enter_context(ray_node(self._directory, f"node-{self._num_nodes}"))
 
 
 @contextmanager
@@ -344,7 +324,7 @@ def on_lines(make: Callable[[Path, str, ExitStack], Any], workload: str) -> Iter
     with scratch() as directory, ExitStack() as stack:
         side = make(directory, workload, stack)
         yield side
-        (directory / "stop").touch()
+        (directory / "stop").write_text(str(lines(directory)[-1]["step"] + 100))
 
 
 def main(argv: list[str]) -> None:
