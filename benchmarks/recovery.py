@@ -245,14 +245,19 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return sorted((json.loads(text) for text in texts), key=lambda line: line["at"])
 
 
-def settle(directory: Path) -> list[dict[str, Any]]:
-    """Wait until training is under way; the newest line of each rank."""
+def reach(directory: Path, step: int) -> None:
+    """Wait until the newest step is this one or a later one."""
     wait_for(
-        lambda: any(line["step"] >= SETTLE_STEPS for line in lines(directory)),
+        lambda: any(line["step"] >= step for line in lines(directory)[-1:]),
         GIVE_UP_S,
-        f"step {SETTLE_STEPS}",
+        f"step {step}",
         every_s=0.5,
     )
+
+
+def settle(directory: Path) -> list[dict[str, Any]]:
+    """Wait until training is under way; the newest line of each rank."""
+    reach(directory, SETTLE_STEPS)
     newest = {line["rank"]: line for line in lines(directory)}
     return [newest[rank] for rank in sorted(newest)]
 
@@ -427,7 +432,7 @@ def torchft(timers: tuple[str, ...], workload: str, directory: Path) -> Iterator
         return process(["-m", "benchmarks.elastic_torchft", *arguments], directory / log)
 
     with process(command, directory / "lighthouse.log"):
-        wait_for(lambda: is_open(port), 60, "the lighthouse")
+        wait_for(lambda: is_open(port), GIVE_UP_S, "the lighthouse")
         with start(0, "a.log"), start(1, "b.log") as victim:
             yield Training(lambda _: [victim.pid], lambda: start(1, "c.log"), True)
 
@@ -456,33 +461,31 @@ SIDES: dict[str, Callable[[str, Path], AbstractContextManager[Training]]] = {
 
 
 def killed(side: str, workload: str, what: str) -> Recovery:
-    """Kill a rank or a node of a side that writes lines, put another in its place, and let it
-    end."""
+    """Kill a rank or a node of a side that writes lines, put another in its place, and let it end.
+
+    GIVE_UP_S where it did not come back within that. What did not happen later is left out.
+    """
     with scratch() as directory, SIDES[side](workload, directory) as training, ExitStack() as stack:
         settle(directory)
         killed_at = kill(training.victims(what))
         before = [line for line in lines(directory) if line["at"] <= killed_at]
-        stays = training.survivors_stay
-        done = max(line["step"] for line in before)
-        at, first, world = first_step(
-            directory,
-            killed_at,
-            1 if stays else None,
-            set() if stays else {line["pid"] for line in before},
-            "the first step afterwards",
-        )
-        lost = 0 if stays else done - (first - 1)
-        dropped = max(line.get("dropped", 0) for line in lines(directory))
-        recovery = Recovery(at - killed_at, lost, world, dropped)
-        if world == 1 and (what == "node" or side in TORCHFT_TIMERS):
-            wait_for(
-                lambda: lines(directory)[-1]["step"] >= first + ALONE_STEPS, GIVE_UP_S,
-                "steps of one rank", every_s=0.5,
-            )  # fmt: skip
-            recovery = replace(recovery, **joined(directory, training, stack))
-        end = lines(directory)[-1]["step"] + ALONE_STEPS
-        (directory / "stop").write_text(str(end))
-        return replace(recovery, ended=lines_end(directory, end, workload))
+        world = 1 if training.survivors_stay else None
+        but = set() if training.survivors_stay else {line["pid"] for line in before}
+        recovery = Recovery(GIVE_UP_S, None, None)
+        try:
+            at, first, size = first_step(directory, killed_at, world, but, "a step afterwards")
+            lost = max(line["step"] for line in before) - (first - 1)
+            dropped = max(line.get("dropped", 0) for line in lines(directory))
+            recovery = Recovery(at - killed_at, max(lost, 0), size, dropped)
+            if size == 1 and (what == "node" or side in TORCHFT_TIMERS):
+                reach(directory, first + ALONE_STEPS)
+                recovery = replace(recovery, **joined(directory, training, stack))
+            end = lines(directory)[-1]["step"] + ALONE_STEPS
+            (directory / "stop").write_text(str(end))
+            return replace(recovery, ended=lines_end(directory, end, workload))
+        except TimeoutError as exc:
+            print(f"{side} is measured up to here: {exc}", flush=True)
+            return recovery
 
 
 def joined(directory: Path, training: Training, stack: ExitStack) -> dict[str, Any]:
@@ -491,9 +494,7 @@ def joined(directory: Path, training: Training, stack: ExitStack) -> dict[str, A
     stack.enter_context(training.add())
     at, first, _ = first_step(directory, began, 2, set(), "a step of all ranks")
     through = first + STEPS_AFTER
-    wait_for(
-        lambda: lines(directory)[-1]["step"] >= through, GIVE_UP_S, "steps of all", every_s=0.5
-    )
+    reach(directory, through)
     mine = [line for line in lines(directory) if line["rank"] == 0 and line["at"] > began]
     alone = max(line["step"] for line in mine if line["at"] < at and line["world"] == 1)
     times = [line["at"] for line in mine if line["at"] <= at or line["step"] <= through]
@@ -506,15 +507,11 @@ def joined(directory: Path, training: Training, stack: ExitStack) -> dict[str, A
 
 
 def measure(side: str, workload: str, what: str, *, cold: bool) -> Recovery:
-    """One kill; GIVE_UP_S where the side did not come back within that."""
+    """One kill."""
     if side in EXACTNESS:
         with cold_service() if cold else ServiceProcess(nodes=2) as service:
             return everstep(service, workload, EXACTNESS[side], what)
-    try:
-        return killed(side, workload, what)
-    except TimeoutError as exc:
-        print(f"{side} is counted as {GIVE_UP_S:g} s, which it is at least: {exc}", flush=True)
-        return Recovery(GIVE_UP_S, None, None)
+    return killed(side, workload, what)
 
 
 def undisturbed(side: str, workload: str, ends: list[int]) -> dict[int, Ended]:
