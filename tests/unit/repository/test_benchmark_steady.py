@@ -1,14 +1,18 @@
-"""What benchmarks make of their turns: which steps count, and what a ratio is of; and what never
-began is no figure."""
+"""What benchmarks make of what they recorded: which steps count, what a ratio is of, and which
+samples the weights used."""
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import recovery
 from benchmarks.by_turns import BLOCK, ORDER, SETTLING, Kind, Turn
+from benchmarks.recovery import counted
 from benchmarks.steady import NUM_KINDS, quiet_steps, results_of, rounds_of, settled_steps
 
 
@@ -56,9 +60,59 @@ def test_quiet_steps_tell_what_a_noisy_machine_hides() -> None:
     assert results_of(rounds_of(turns, settled_steps))["ratio_of_means"]["standard_error"] > 1e-3
 
 
-def test_a_side_that_does_not_start_has_no_time_of_recovery(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(recovery, "GIVE_UP_S", 0.0)
-    with pytest.raises(TimeoutError, match="the rendezvous"):
-        recovery.measure("torchrun", "digits", "node", cold=False)
+def write_steps(directory: Path, *ranks: list[tuple[int, int, int, int]]) -> None:
+    """Write the lines of ranks: (world, step, epoch, batch) in the order of their time, which is
+    the same for all."""
+    (directory / "steps").mkdir()
+    for rank, steps in enumerate(ranks):
+        keys = ("world", "step", "epoch", "batch")
+        lines: list[dict[str, Any]] = [
+            {"rank": rank, "parts": step[0], "at": at, **dict(zip(keys, step, strict=True))}
+            for at, step in enumerate(steps)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (directory / "steps" / f"{rank}.jsonl").write_text(text)
+
+
+def not_once(directory: Path, through_step: int) -> int:
+    """Count the samples of digits, 1,437, that the first epoch did not use once."""
+    counts = counted(directory, through_step, "digits")
+    assert {epoch for epoch, _ in counts} == {0}
+    return sum(counts[0, sample] != 1 for sample in range(1437))
+
+
+EPOCH = [(2, 1 + batch, 0, batch) for batch in range(12)]
+"""Steps of two ranks on 1,437 digits, 64 a rank."""
+
+
+def test_an_epoch_uses_each_sample_once(tmp_path: Path) -> None:
+    write_steps(tmp_path, EPOCH, EPOCH)
+    assert not_once(tmp_path, 12) == 1, (
+        "torch's sampler repeats one, so that two ranks have as many"
+    )
+    assert not_once(tmp_path, 11) == 1437 - 11 * 128, "those of the step that follows"
+
+
+def test_steps_that_are_done_again_count_once(tmp_path: Path) -> None:
+    write_steps(tmp_path, EPOCH[:5] + EPOCH[3:], EPOCH[:5] + EPOCH[3:])
+    assert not_once(tmp_path, 12) == 1
+
+
+def test_an_epoch_that_begins_again_uses_its_samples_twice(tmp_path: Path) -> None:
+    """A checkpoint of step 3, and the epoch from its begin: as the loop of a tutorial does."""
+    again = [(2, 4 + batch, 0, batch) for batch in range(12)]
+    write_steps(tmp_path, EPOCH[:5] + again, EPOCH[:5] + again)
+    assert not_once(tmp_path, 15) == 3 * 128
+
+
+def test_the_batch_of_a_rank_that_died_before_its_line_is_counted(tmp_path: Path) -> None:
+    write_steps(tmp_path, EPOCH, EPOCH[:11])
+    assert not_once(tmp_path, 12) == 1
+
+
+def test_a_part_that_nobody_has_is_missing(tmp_path: Path) -> None:
+    """The other replica group is dead: ``parts`` of two, a ``world`` of one."""
+    write_steps(tmp_path, [*EPOCH[:4], *((1, *step[1:]) for step in EPOCH[4:])], EPOCH[:4])
+    path = tmp_path / "steps" / "0.jsonl"
+    path.write_text(path.read_text().replace('"parts": 1', '"parts": 2'))
+    assert not_once(tmp_path, 12) == 719 - 4 * 64 - 1, "the repeated one is used by the other part"
