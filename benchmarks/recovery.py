@@ -424,8 +424,9 @@ def torchft(timers: tuple[str, ...], workload: str, directory: Path) -> Iterator
     """Two replica groups of one process each; one dies, and later another takes its place. Nothing
     of torchft's stands beside a rank, so that a node's death is a rank's."""
     port = free_port()
-    command = ["-c", "from torchft._torchft import lighthouse_main; lighthouse_main()"]
-    command += ["--bind", f"127.0.0.1:{port}", "--min_replicas", "1", *timers]
+    serve = directory / "lighthouse.py"  # it reads its arguments after a script's name alone
+    serve.write_text("from torchft._torchft import lighthouse_main\n\nlighthouse_main()\n")
+    command = [str(serve), "--bind", f"127.0.0.1:{port}", "--min_replicas", "1", *timers]
 
     def start(number: int, log: str) -> Process:
         arguments = [str(number), str(port), workload, str(directory)]
