@@ -56,7 +56,7 @@ ALONE_STEPS = 100
 """Steps after the recovery before a newcomer comes."""
 EXACTNESS = {"everstep": "world_size", "everstep, elastic": "elastic"}
 """Sides of Everstep, with their ``train.exactness``."""
-LAST_STEP = 2000
+LAST_STEP = 1500
 """Of Everstep, whose runs say beforehand where they end."""
 GIVE_UP_S = 240.0
 
@@ -159,7 +159,7 @@ def everstep(service: ServiceProcess, workload: str, exactness: str, what: str) 
 
 def ended(run: RunHandle) -> Ended:
     """Wait until a run has ended by itself."""
-    run.wait(GIVE_UP_S)
+    run.wait(2 * GIVE_UP_S)
     assert run.checkpoint().step == LAST_STEP
     with scratch() as directory:
         run.download_checkpoint("latest", directory / "last")
