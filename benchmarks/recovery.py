@@ -91,10 +91,6 @@ class Recovery:
 Process = AbstractContextManager[subprocess.Popen[bytes]]
 
 
-GIVEN_UP = Recovery(GIVE_UP_S, None, None)
-"""No step of the others for so long: the recovery takes at least that."""
-
-
 def kill(pids: list[int]) -> float:
     """SIGKILL the processes and all below them, as a power cut would; the time of it."""
     victims = []
@@ -508,7 +504,7 @@ def joined(directory: Path, training: Training, stack: ExitStack) -> dict[str, A
 
 
 def measure(side: str, workload: str, what: str, *, cold: bool) -> Recovery:
-    """One kill."""
+    """One kill. Raises TimeoutError where the side did not get so far."""
     if side in EXACTNESS:
         with cold_service() if cold else ServiceProcess(nodes=2) as service:
             return everstep(service, workload, EXACTNESS[side], what)

@@ -1,5 +1,5 @@
 """What benchmarks make of what they recorded: which steps count, what a ratio is of, and which
-samples the weights used."""
+samples the weights used; and what never began is no figure."""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ def test_quiet_steps_tell_what_a_noisy_machine_hides() -> None:
         and quiet["ratio_of_means"]["standard_error"] < 1e-6
     )
     assert results_of(rounds_of(turns, settled_steps))["ratio_of_means"]["standard_error"] > 1e-3
+
+
+def test_a_side_that_does_not_start_has_no_time_of_recovery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "GIVE_UP_S", 0.0)
+    with pytest.raises(TimeoutError, match="the rendezvous"):
+        recovery.measure("torchrun", "digits", "node", cold=False)
 
 
 def write_steps(directory: Path, *ranks: list[tuple[int, int, int, int]]) -> None:
