@@ -1,17 +1,20 @@
-"""Goodput under one random kill a minute: Everstep, torchrun elastic and plain Ray Train, on one
-loop and machine.
+"""Goodput under one random kill a minute: Everstep, torchft, torchrun elastic and plain Ray Train,
+on one loop and machine.
 
     python -m benchmarks goodput --minutes 10
 
 Two nodes of one CPU, one rank each. Every minute a rank or a whole node is killed, the same ones at
 the same times on every side; a dead node is replaced 10 s later. Goodput is the share of the wall
 time in which steps were made that the run kept: what is done again, and every second without a
-step, counts as lost. The same arithmetic over each side's own record of its steps.
+step, counts as lost. The same arithmetic over each side's own record of its steps. torchft is
+measured at its defaults, where it is installed; while one of its groups is dead, a step has half of
+the batch, and ``steps_of_half_a_batch`` counts these.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import random
 import subprocess
@@ -32,9 +35,11 @@ from benchmarks.recovery import (
     end_cluster,
     is_open,
     kill,
+    lighthouse,
     lines,
     process,
     ray_node,
+    replica_group,
     scratch,
 )
 from benchmarks.report import write
@@ -75,7 +80,7 @@ class Kill:
 
 
 class Side(Protocol):
-    """One of the three, training."""
+    """One of them, training."""
 
     def points(self) -> list[Point]:
         """Every step of which there is a record."""
@@ -226,12 +231,12 @@ def everstep(workload: dict[str, Any]) -> Iterator[Everstep]:
         cancel(run)
 
 
-# ---------------------------------------------------------------- torchrun elastic and plain Ray
-# Train
+# ---------------------------------------------------------------- torchft, torchrun elastic and
+# plain Ray Train
 
 
 class Lines:
-    """What both have in common: every rank writes a line a step."""
+    """What they have in common: every rank writes a line a step."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -258,6 +263,54 @@ class Lines:
             for pid in sorted(newest, key=lambda pid: newest[pid]["rank"])
             if psutil.pid_exists(pid)
         ]
+
+
+class Torchft(Lines):
+    """Two replica groups of a process each. A rank that was killed starts again at once, as below
+    an agent of torchrun."""
+
+    def __init__(self, directory: Path, workload: str, stack: ExitStack) -> None:
+        super().__init__(directory)
+        self._workload, self._stack = workload, stack
+        self._port = stack.enter_context(lighthouse((), directory))
+        self._num_started = 0
+        self._alive = {number: self._start(number) for number in range(2)}
+
+    def points(self) -> list[Point]:
+        """A step's first line. Steps of another number of groups are another group's, so that no
+        pause is a step's time."""
+        found: list[Point] = []
+        world = group = 0
+        for line in lines(self._directory):
+            if not found or line["step"] > found[-1].step:
+                group += line["world"] != world
+                world = line["world"]
+                found.append(Point(group, line["step"], line["at"]))
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        half = {line["step"] for line in lines(self._directory) if line["world"] == 1}
+        return {"steps_of_half_a_batch": len(half)}
+
+    def kill(self, what: str, pick: float) -> bool:
+        running = [number for number, group in self._alive.items() if group.pid in self.running()]
+        if not running:
+            return False
+        self._dead = running[int(pick * len(running))]
+        kill([self._alive[self._dead].pid])
+        if what == "rank":
+            self.add_node()
+        return True
+
+    def add_node(self) -> None:
+        self._alive[self._dead] = self._start(self._dead)
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        self._num_started += 1
+        log = f"group-{self._num_started}"
+        return self._stack.enter_context(
+            replica_group(number, self._port, self._workload, self._directory, log)
+        )
 
 
 class Torchrun(Lines):
@@ -332,13 +385,18 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="digits")
     parser.add_argument("--minutes", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=["everstep", "torchrun", "ray"], action="append")
+    sides = ["everstep", "torchft", "torchrun", "ray"]
+    parser.add_argument("--only", choices=sides, action="append")
     options = parser.parse_args(argv)
     kills = plan(options.minutes, options.seed)
     results: dict[str, Any] = {}
-    for name in options.only or ["everstep", "torchrun", "ray"]:
+    if importlib.util.find_spec("torchft") is None:
+        print("torchft is not installed, and left out: pip install --no-deps torchft==0.2.0")
+        sides.remove("torchft")
+    for name in options.only or sides:
         opened = {
             "everstep": lambda: everstep(WORKLOADS[options.workload]),
+            "torchft": lambda: on_lines(Torchft, options.workload),
             "torchrun": lambda: on_lines(Torchrun, options.workload),
             "ray": lambda: on_lines(PlainRay, options.workload),
         }[name]

@@ -416,20 +416,32 @@ TORCHFT_TIMERS: dict[str, tuple[str, ...]] = {
 
 
 @contextmanager
-def torchft(timers: tuple[str, ...], workload: str, directory: Path) -> Iterator[Training]:
-    """Two replica groups of one process each; one dies, and later another takes its place. Nothing
-    of torchft's stands beside a rank, so that a node's death is a rank's."""
+def lighthouse(timers: tuple[str, ...], directory: Path) -> Iterator[int]:
+    """Run torchft's lighthouse; its port."""
     port = free_port()
     serve = directory / "lighthouse.py"  # it reads its arguments after a script's name alone
     serve.write_text("from torchft._torchft import lighthouse_main\n\nlighthouse_main()\n")
     command = [str(serve), "--bind", f"127.0.0.1:{port}", "--min_replicas", "1", *timers]
-
-    def start(number: int, log: str) -> Process:
-        arguments = [str(number), str(port), workload, str(directory)]
-        return process(["-m", "benchmarks.elastic_torchft", *arguments], directory / log)
-
     with process(command, directory / "lighthouse.log"):
         wait_for(lambda: is_open(port), GIVE_UP_S, "the lighthouse")
+        yield port
+
+
+def replica_group(number: int, port: int, workload: str, directory: Path, log: str) -> Process:
+    """One replica group of torchft, which is a process."""
+    arguments = [str(number), str(port), workload, str(directory)]
+    return process(["-m", "benchmarks.elastic_torchft", *arguments], directory / log)
+
+
+@contextmanager
+def torchft(timers: tuple[str, ...], workload: str, directory: Path) -> Iterator[Training]:
+    """Two replica groups of one process each; one dies, and later another takes its place. Nothing
+    of torchft's stands beside a rank, so that a node's death is a rank's."""
+    with lighthouse(timers, directory) as port:
+
+        def start(number: int, log: str) -> Process:
+            return replica_group(number, port, workload, directory, log)
+
         with start(0, "a.log"), start(1, "b.log") as victim:
             yield Training(lambda _: [victim.pid], lambda: start(1, "c.log"), True)
 
