@@ -158,6 +158,11 @@ class TrainSpec(Frozen):
     gathered one at a time, else their size decides. ``hybrid``: as ``full``, over the ranks of each
     node, so that each node has all of it; where nodes have different numbers of ranks, or one each,
     as ``full``."""
+    heirs: bool | PositiveInt = True
+    """Of a sharded model, when a rank of another node gets a copy of each rank's rows: ``true``
+    after every step, so that a node's death costs none; a number N after N steps, fewer of which
+    it costs; ``false`` never, so that it costs those since the last checkpoint. Where another node
+    has the same rows, as with ``hybrid``, nothing is sent."""
 
     @property
     def wants_determinism(self) -> bool | Literal["auto"]:
@@ -221,6 +226,18 @@ class TrainSpec(Frozen):
                 "is {sharding}, and precision is fp16, whose loss scaler no sharded model has. Set "
                 "precision to bf16, or sharding to none",
                 {"sharding": value},
+            )
+        return value
+
+    @field_validator("heirs")
+    @classmethod
+    def _are_of_a_sharded_model(cls, value: bool | int, info: ValidationInfo) -> bool | int:
+        if value is not True and info.data.get("sharding") == "none":
+            raise PydanticCustomError(
+                "not_sharded_at_all",
+                "is {value}, and sharding is none: every rank has all of the model. Leave heirs "
+                "out, or set sharding",
+                {"value": str(value).lower()},
             )
         return value
 

@@ -47,12 +47,13 @@ class EventKind(StrEnum):
     TRAINING_STARTED = "training_started"
     """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples,
     num_parameters, micro_batch_size, device, backend, snapshots ("published" by rank 0 of a group
-    on one node, left by "survivors", or "none"), guarantee (how samples are used over restarts, in
+    on one node, left by "survivors", or "none"; "every_n" or "own_node" if copies of a sharded
+    model travel after some steps or never), guarantee (how samples are used over restarts, in
     words) | null if unchanged, warnings [sentences about the task]. For a user's own loop only
     device, backend, snapshots and guarantee are set."""
     SNAPSHOTS = "snapshots"
     """Nodes started or stopped keeping snapshots. data: step, snapshots ("published" | "survivors"
-    | "none"), problem | null."""
+    | "every_n" | "own_node" | "none"), problem | null."""
     NUMERICS_CHANGED = "numerics_changed"
     """Ranks compute other bits of the run's first micro-batch than before, or than rank 0. With
     ``train.exactness: elastic`` the attempt is refused. data: step, reference ("the state" | "rank

@@ -38,6 +38,18 @@ _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
             "no_steps",
             "The loss of a rank or a node costs no step: ranks on other nodes keep the state.",
         ),
+        "every_n": (
+            "no_steps",
+            "few_steps",
+            "The loss of a rank costs no step. The loss of a node costs the few steps since its "
+            "ranks' rows were last copied to other nodes (train.heirs).",
+        ),
+        "own_node": (
+            "no_steps",
+            "checkpoint",
+            "The loss of a rank costs no step. The loss of a node costs the steps since the last "
+            "durable checkpoint: nothing is copied to other nodes (train.heirs is false).",
+        ),
         "published": (
             "few_steps",
             "checkpoint",

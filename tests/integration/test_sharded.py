@@ -22,6 +22,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from tests.support.own_loops import Ended, LoopJob, events, losses, start, train_to_end
 from tests.support.rank_processes import end_stopped, plan_of, run_id_for, wait_until_stopped
+from tests.support.two_groups import only_in_chaos
 from train_fn.checkpoints.sharded import main
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.standalone.rank import EXIT_STOPPED
@@ -95,6 +96,39 @@ def test_a_killed_rank_or_node_costs_no_reported_step(
     found = restored(job)
     assert found["source"] == "snapshot" and found["rejected"] == []
     assert reported <= found["step"] and 5 <= found["step"] <= 7
+    require_like(job, ended, twin)
+
+
+@pytest.mark.parametrize(
+    ("heirs", "lost", "source", "steps"),
+    [
+        (4, "b", "snapshot", [4]),
+        *only_in_chaos(
+            (4, None, "snapshot", [7, 8]),
+            (False, None, "snapshot", [7, 8]),
+            (False, "b", "fresh", [0]),
+        ),
+    ],
+)
+def test_copies_that_travel_seldom_or_never(
+    heirs: bool | int,
+    lost: str | None,
+    source: str,
+    steps: list[int],
+    tmp_path: Path,
+    twin: tuple[LoopJob, Ended],
+) -> None:
+    """Processes die at step 8, and without their node's memory the steps since the newest copies
+    are made again."""
+    job = job_of(tmp_path, "seldom", heirs=heirs, killed=(2, 7, "backward"), mates=(1,))
+    start(job)
+    assert newest_reported(job) in (6, 7)
+    [begun] = events(job, EventKind.TRAINING_STARTED)
+    assert begun["snapshots"] == ("every_n" if heirs else "own_node")
+    if lost is not None:
+        lose(job, lost)
+    ended = train_to_end(replace(job, killed=None, mates=(), nodes=("a", "c", "c")))
+    assert restored(job)["source"] == source and restored(job)["step"] in steps
     require_like(job, ended, twin)
 
 
@@ -385,11 +419,18 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "seed", [*(pytest.param(at, marks=pytest.mark.chaos) for at in range(101)), 101]
+    ("seed", "heirs"),
+    [
+        *only_in_chaos(*((seed, 1) for seed in range(101)), *((seed, 3) for seed in range(20))),
+        (101, 1),
+    ],
 )
-def test_deaths_at_random_cost_no_reported_step(seed: int, tmp_path: Path, twins: Path) -> None:
+def test_deaths_at_random_cost_no_reported_step(
+    seed: int, heirs: int, tmp_path: Path, twins: Path
+) -> None:
+    """With copies after every third step a node's death costs at most as many."""
     deaths, nodes = plan_of(seed)
-    job = job_of(tmp_path, "plan")
+    job, may_cost = job_of(tmp_path, "plan", heirs=heirs), 0
     for number, death in enumerate(deaths):
         where = death.ranks[0], death.from_step, death.place
         by = signal.SIGSTOP if death.is_stopped else signal.SIGKILL
@@ -402,14 +443,16 @@ def test_deaths_at_random_cost_no_reported_step(seed: int, tmp_path: Path, twins
         assert {ended[at].exit_code for at in death.ranks} == {-9}, (death, ended)
         if number and len(events(job, EventKind.RESTORED)) > len(earlier):
             found = restored(job)
-            assert found["source"] == "snapshot" and found["step"] >= reported, (death, found)
+            assert found["source"] == "snapshot", found
+            assert found["step"] >= reported - may_cost, (death, found)
             assert not found["rejected"], found
         if death.lost is not None:
             lose(job, death.lost)
+            may_cost += heirs - 1
     reported = newest_reported(job)
     job = replace(job, nodes=nodes, world_size=len(nodes))
     ended = train_to_end(job)
-    assert restored(job)["source"] == "snapshot" and restored(job)["step"] >= reported
+    assert restored(job)["source"] == "snapshot" and restored(job)["step"] >= reported - may_cost
     whole = twin_of(twins, len(nodes))
     if len({len(nodes), *(len(death.nodes) for death in deaths)}) == 1:
         require_like(job, ended, whole)

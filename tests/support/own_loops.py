@@ -48,6 +48,7 @@ class LoopJob:
     """Ranks that die with the killed one."""
     replicas: int = 1
     """Groups of ranks of which each has a sharded model."""
+    heirs: bool | int = True
     origin: str | None = None
     """Run whose newest checkpoint this one begins from."""
     plain: Path | None = None
@@ -208,9 +209,8 @@ def raw(job: LoopJob, rank: int) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 25], 0.5)
     averaged = torch.optim.swa_utils.AveragedModel(bare)
-    state = protect(
-        job, model=model, optimizer=optimizer, scheduler=scheduler, extra={"ema": averaged}
-    )
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = protect(job, **parts, extra={"ema": averaged}, heirs=job.heirs)
     data = es.loader(Noisy(), global_batch_size=24, seed=5)
     with state:
         for x, y in data.batches(state, steps=job.steps):

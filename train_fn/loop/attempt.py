@@ -24,7 +24,6 @@ from train_fn.loop.survivor import build_ahead, may_serve_again
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.session.report import Reporter
-from train_fn.snapshots.publisher import snapshots_of
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import close_left_groups, leave_group
 from train_fn.step.place_watch import watching
@@ -159,7 +158,7 @@ def _facts(training: Training) -> dict[str, object]:
         # before the attempt's first step
         "rests": evaluation_is_due(ctx, replica) or replica.state.hook_due,
         "guarantee": replica.train_set.guarantee() if is_first else None,
-        "snapshots": snapshots_of(ctx),
+        "snapshots": training.session.snapshots,
         "warnings": list(replica.warnings),
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),

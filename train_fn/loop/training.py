@@ -118,7 +118,7 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     if ctx.spec.checkpoint.safetensors:
         require_safetensors(replica.state.model.state_dict())
     progress.phase = "restore"
-    session = Session(ctx, replica.state, replica.peers)
+    session = Session(ctx, replica.state, replica.peers, int(ctx.spec.train.heirs))
     restore(session, replica, survivor, has_kept=[found is True for found in of_ranks])
     source = session.restored.source
     progress.is_restored, progress.survivor = True, None

@@ -37,6 +37,8 @@ class LoopParts:
     has_scaler: bool = False
     piece: Piece | None = None
     """This rank's piece of models that are sharded; None if every rank has all of them."""
+    heirs: int = 1
+    """Steps after which a rank of another node gets a copy of the piece; 0 for never."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of all models."""
@@ -55,7 +57,9 @@ class LoopParts:
                 yield from group["params"]
 
 
-def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> LoopParts:
+def parts_of(
+    model: Any, optimizer: Any, scheduler: Any, extra: Any, heirs: Any = True
+) -> LoopParts:
     """Return the parts of a loop's state. Raises BadTask that names the argument and a way out."""
     models = named("model", model)
     given = [*models.values(), *named("extra", extra).values()]
@@ -87,6 +91,11 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> LoopPart
     scalers = {name for name, each in extras.items() if isinstance(each, torch.amp.GradScaler)}
     modules = {name for name, each in extras.items() if isinstance(each, nn.Module)}
     bare = {name and f"{name}.": unwrapped(each) for name, each in models.items()}
+    if not isinstance(heirs, int) or heirs < 0 or (heirs != 1 and not is_sharded(bare)):
+        raise BadTask(
+            f"es.protect(heirs={heirs!r}) must be True, False, or a number of steps, and is for "
+            "sharded models alone. Leave it out"
+        )
     return LoopParts(
         models=bare,
         optimizers=optimizers,
@@ -100,6 +109,7 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> LoopPart
         wrapped=tuple(models.values()),
         has_scaler=bool(scalers),
         piece=piece_of(bare, optimizers, {**schedulers, **extras}) if is_sharded(bare) else None,
+        heirs=int(heirs),
     )
 
 

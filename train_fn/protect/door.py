@@ -22,6 +22,7 @@ def protect(
     extra: Any = None,
     torn: str = "refuse",
     *,
+    heirs: bool | int = True,
     accelerator: Any = None,
     storage: str = "out/protect",
     run_id: str | None = None,
@@ -39,6 +40,8 @@ def protect(
         torn: ``refuse`` leaves no state of a rank that fails between its optimizer's step and
             ``state.step()``. ``shadow`` copies the state after every step, and leaves the copy.
             Several optimizers need it.
+        heirs: of a sharded model, whether a rank of another node gets a copy of each rank's rows
+            after every step, or after every so many. As ``train.heirs`` of a spec.
         accelerator: of Hugging Face Accelerate, after ``prepare``. It takes the place of model,
             optimizer and scheduler, and ``step`` then commits once for accumulated gradients.
         storage, run_id, checkpoint, fresh: of a loop that no service runs: where its checkpoints
@@ -56,7 +59,7 @@ def protect(
                 "optimizer and scheduler out"
             )
         return AcceleratedLoop(accelerator, extra, torn, settings)
-    parts = parts_of(model, optimizer, scheduler, extra)
+    parts = parts_of(model, optimizer, scheduler, extra, heirs)
     return Protected(parts, check_torn(torn, parts), settings)
 
 

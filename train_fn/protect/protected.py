@@ -147,7 +147,7 @@ class Protected:
             ctx, state, self._torn, of_trainer=self.ends_with_commit
         )
         session = training.session
-        session.begin(training_facts(ctx, state, self._total_steps))
+        session.begin(training_facts(session, state, self._total_steps))
         seeds, draws = zip(*training.peers.gather(own), strict=True)
         self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1
         if training.shadows is not None:
@@ -184,7 +184,7 @@ class Protected:
         """Report how many steps the loop will make; used by adapters."""
         if self._total_steps != total_steps:
             self._total_steps = total_steps
-            report_training(self._open().ctx, self._state, total_steps)
+            report_training(self._open().session, self._state, total_steps)
 
     def finish(self) -> None:
         """Save the final state now; what the loop changes afterwards is not kept. A collective."""
@@ -212,7 +212,7 @@ class Protected:
             # A peer died when the ranks were about to close the epoch of the step they had made.
             self._close_epoch(training)
         if not is_known:
-            report_training(training.ctx, self._state, total_steps)
+            report_training(training.session, self._state, total_steps)
 
     def note_data_error(self, error: Exception) -> None:
         """Keep what ends an iteration of the data: a loop that catches it has not finished; called
@@ -428,7 +428,7 @@ class Protected:
     def _finish(self, training: LoopTraining, stop: Stop | None) -> None:
         """Commit the final checkpoint. A collective."""
         assert self._home is not None
-        ctx, commits = training.ctx, training.commits
+        commits = training.commits
         commits.read()
         training.pass_gate()
         # A rank that leaves its loop before its peers must not meet them in a collective below.
@@ -441,7 +441,7 @@ class Protected:
         step, total = self._state.step, self._total_steps
         if stop is None and total is not None and step < total:
             logger.info("the loop ended by itself at step %d of %d", step, total)
-            report_training(ctx, self._state, step)
+            report_training(training.session, self._state, step)
         self._home.finished(stop)
 
     def _fail(self, home: Home, cause: BaseException) -> StepNotWhole | None:

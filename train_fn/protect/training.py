@@ -50,7 +50,6 @@ from train_fn.recovery.settings import why_torch_ends_it
 from train_fn.session.session import Remains, Session, keep_state, not_copied, pieces_left
 from train_fn.session.session import leave as leave_attempt
 from train_fn.snapshots.election import sweep_forgotten
-from train_fn.snapshots.publisher import snapshots_of
 from train_fn.standalone.rank import (
     CLOSE_S,
     LocalPlace,
@@ -107,7 +106,7 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn, *, of_trainer: boo
         of_trainer: whether the loop is not the user's own, but that of an adapter's trainer.
     """
     sweep_forgotten(ctx)
-    session = Session(ctx, state)
+    session = Session(ctx, state, heirs=state.parts.heirs)
     session.restore(_adopted)
     session.announce()
     parts, peers = state.parts, session.peers
@@ -174,29 +173,29 @@ LOADER_RESTORED = (
 )
 
 
-def report_training(ctx: WorkerContext, state: LoopState, total_steps: int | None) -> None:
+def report_training(session: Session, state: LoopState, total_steps: int | None) -> None:
     """Report what is trained, and what holds for it.
 
     Args:
         total_steps: None if only the loop knows.
     """
-    if ctx.world_rank == 0:
-        facts = training_facts(ctx, state, total_steps)
-        ctx.journal.emit(EventKind.TRAINING_STARTED, facts)
+    if session.ctx.world_rank == 0:
+        facts = training_facts(session, state, total_steps)
+        session.ctx.journal.emit(EventKind.TRAINING_STARTED, facts)
 
 
 def training_facts(
-    ctx: WorkerContext, state: LoopState, total_steps: int | None
+    session: Session, state: LoopState, total_steps: int | None
 ) -> dict[str, object]:
     """Return the data of the event that training begins."""
-    sampler = state.sampler
+    ctx, sampler = session.ctx, state.sampler
     return {
         "total_steps": total_steps,
         "steps_per_epoch": sampler.steps_per_epoch if sampler else None,
         "num_samples": sampler.num_samples if sampler else None,
         "num_parameters": sum(value.numel() for value in state.parts.parameters()),
         "micro_batch_size": None,
-        "snapshots": snapshots_of(ctx),
+        "snapshots": session.snapshots,
         "guarantee": guarantee(state),
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),

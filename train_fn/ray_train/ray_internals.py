@@ -79,193 +79,87 @@ def set_torch_distributed_env_vars() -> None:
     _set_torch_distributed_env_vars()
 
 
-EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "TrainController.__init__": (
-        TrainController.__init__,
-        (
-            "self",
-            "train_fn_ref",
-            "train_run_context",
-            "scaling_policy",
-            "failure_policy",
-            "callbacks",
-            "validation_config",
-        ),
+EXPECTED: dict[Callable[..., Any], str] = {
+    TrainController.__init__: (
+        "self, train_fn_ref, train_run_context, scaling_policy, failure_policy, callbacks, "
+        "validation_config"
     ),
-    "TrainController._step": (TrainController._step, ("self",)),
-    "TrainController._poll_workers": (TrainController._poll_workers, ("self",)),
-    "TrainController._get_run_attempt_id": (TrainController._get_run_attempt_id, ("self",)),
-    "TrainController._start_worker_group": (
-        TrainController._start_worker_group,
-        ("self", "num_workers", "resources_per_worker"),
+    TrainController._step: "self",
+    TrainController._poll_workers: "self",
+    TrainController._get_run_attempt_id: "self",
+    TrainController._start_worker_group: "self, num_workers, resources_per_worker",
+    TrainController._shutdown_worker_group: "self",
+    TrainController._is_training_succeeded: "worker_group_status",
+    TrainController.get_result: "self",
+    WorkerGroup.create: "train_run_context, worker_group_context, callbacks",
+    WorkerGroup.__init__: "self, train_run_context, worker_group_context, callbacks",
+    WorkerGroup._start: "self",
+    WorkerGroup._start_impl: "self, worker_group_state_builder",
+    WorkerGroup._create_workers: (
+        "self, num_workers, placement_group, resources_per_worker, placement_group_bundle_indices, "
+        "starting_world_rank, world_size, replica_group_size"
     ),
-    "TrainController._shutdown_worker_group": (TrainController._shutdown_worker_group, ("self",)),
-    "TrainController._is_training_succeeded": (
-        TrainController._is_training_succeeded,
-        ("worker_group_status",),
+    WorkerGroup._create_placement_group: "self, scaling_config, worker_group_context",
+    WorkerGroup._assign_worker_ranks: (
+        "workers, starting_world_rank, world_size, replica_group_size"
     ),
-    "TrainController.get_result": (TrainController.get_result, ("self",)),
-    "WorkerGroup.create": (
-        WorkerGroup.create,
-        ("train_run_context", "worker_group_context", "callbacks"),
+    WorkerGroup._poll_workers_and_collect_errors: "self, timeout",
+    WorkerGroupPollStatus: "worker_statuses, worker_rank_to_replica_group_rank",
+    WorkerStatus: "running, error, training_report, return_value, preemption_info",
+    WorkerGroup.shutdown: "self",
+    WorkerGroup._clear_state: "self",
+    WorkerGroup._assert_active: "self",
+    RayTrainWorker.clear_result_queue: "self",
+    RayTrainWorker.run_train_fn: "self, train_fn_ref",
+    WorkerGroup._init_train_context: "self, workers, sync_actor",
+    WorkerGroup._init_train_context_on_workers: "self, workers, sync_actor, train_context_args",
+    ReplicaGroup: "workers, resources_per_worker, callbacks",
+    RayTrainWorker.poll_status: "self",
+    RayTrainWorker.get_metadata: "self",
+    ScalingPolicy.__init__: "self, scaling_config",
+    ScalingPolicy.make_decision_for_non_running_worker_group: "self",
+    ScalingPolicy.make_decision_for_running_worker_group: (
+        "self, worker_group_state, worker_group_status"
     ),
-    "WorkerGroup.__init__": (
-        WorkerGroup.__init__,
-        ("self", "train_run_context", "worker_group_context", "callbacks"),
+    ScalingPolicy._maybe_send_resource_request: "self",
+    ScalingPolicy._send_resource_request: "self",
+    FailurePolicy.make_decision: "self, training_failed_error",
+    DataParallelTrainer._initialize_and_run_controller: "self, controller_init_kwargs",
+    InnerGcsClient.drain_node: (
+        "self, node_id, reason, reason_message, deadline_timestamp_ms, timeout"
     ),
-    "WorkerGroup._start": (WorkerGroup._start, ("self",)),
-    "WorkerGroup._start_impl": (WorkerGroup._start_impl, ("self", "worker_group_state_builder")),
-    "WorkerGroup._create_workers": (
-        WorkerGroup._create_workers,
-        (
-            "self",
-            "num_workers",
-            "placement_group",
-            "resources_per_worker",
-            "placement_group_bundle_indices",
-            "starting_world_rank",
-            "world_size",
-            "replica_group_size",
-        ),
+    TrainContext.get_world_rank: "self",
+    TrainContext.get_world_size: "self",
+    TrainContext.get_local_rank: "self",
+    TrainContext.get_local_world_size: "self",
+    TrainContext.get_node_rank: "self",
+    TrainContext.report: (
+        "self, metrics, checkpoint, checkpoint_dir_name, checkpoint_upload_mode, "
+        "delete_local_checkpoint_after_upload, checkpoint_upload_fn, validation"
     ),
-    "WorkerGroup._create_placement_group": (
-        WorkerGroup._create_placement_group,
-        ("self", "scaling_config", "worker_group_context"),
-    ),
-    "WorkerGroup._assign_worker_ranks": (
-        WorkerGroup._assign_worker_ranks,
-        ("workers", "starting_world_rank", "world_size", "replica_group_size"),
-    ),
-    "WorkerGroup._poll_workers_and_collect_errors": (
-        WorkerGroup._poll_workers_and_collect_errors,
-        ("self", "timeout"),
-    ),
-    "WorkerGroupPollStatus": (
-        WorkerGroupPollStatus,
-        ("worker_statuses", "worker_rank_to_replica_group_rank"),
-    ),
-    "WorkerStatus": (
-        WorkerStatus,
-        ("running", "error", "training_report", "return_value", "preemption_info"),
-    ),
-    "WorkerGroup.shutdown": (WorkerGroup.shutdown, ("self",)),
-    "WorkerGroup._clear_state": (WorkerGroup._clear_state, ("self",)),
-    "WorkerGroup._assert_active": (WorkerGroup._assert_active, ("self",)),
-    "RayTrainWorker.clear_result_queue": (RayTrainWorker.clear_result_queue, ("self",)),
-    "RayTrainWorker.run_train_fn": (RayTrainWorker.run_train_fn, ("self", "train_fn_ref")),
-    "WorkerGroup._init_train_context": (
-        WorkerGroup._init_train_context,
-        ("self", "workers", "sync_actor"),
-    ),
-    "WorkerGroup._init_train_context_on_workers": (
-        WorkerGroup._init_train_context_on_workers,
-        ("self", "workers", "sync_actor", "train_context_args"),
-    ),
-    "ReplicaGroup": (ReplicaGroup, ("workers", "resources_per_worker", "callbacks")),
-    "RayTrainWorker.poll_status": (RayTrainWorker.poll_status, ("self",)),
-    "RayTrainWorker.get_metadata": (RayTrainWorker.get_metadata, ("self",)),
-    "ScalingPolicy.__init__": (ScalingPolicy.__init__, ("self", "scaling_config")),
-    "ScalingPolicy.make_decision_for_non_running_worker_group": (
-        ScalingPolicy.make_decision_for_non_running_worker_group,
-        ("self",),
-    ),
-    "ScalingPolicy.make_decision_for_running_worker_group": (
-        ScalingPolicy.make_decision_for_running_worker_group,
-        ("self", "worker_group_state", "worker_group_status"),
-    ),
-    "ScalingPolicy._maybe_send_resource_request": (
-        ScalingPolicy._maybe_send_resource_request,
-        ("self",),
-    ),
-    "ScalingPolicy._send_resource_request": (ScalingPolicy._send_resource_request, ("self",)),
-    "FailurePolicy.make_decision": (FailurePolicy.make_decision, ("self", "training_failed_error")),
-    "DataParallelTrainer._initialize_and_run_controller": (
-        DataParallelTrainer._initialize_and_run_controller,
-        ("self", "controller_init_kwargs"),
-    ),
-    "GcsClient.drain_node": (
-        InnerGcsClient.drain_node,
-        ("self", "node_id", "reason", "reason_message", "deadline_timestamp_ms", "timeout"),
-    ),
-    **{
-        f"TrainContext.{method.__name__}": (method, ("self",))
-        for method in (
-            TrainContext.get_world_rank,
-            TrainContext.get_world_size,
-            TrainContext.get_local_rank,
-            TrainContext.get_local_world_size,
-            TrainContext.get_node_rank,
-        )
-    },
-    "TrainContext.report": (
-        TrainContext.report,
-        (
-            "self",
-            "metrics",
-            "checkpoint",
-            "checkpoint_dir_name",
-            "checkpoint_upload_mode",
-            "delete_local_checkpoint_after_upload",
-            "checkpoint_upload_fn",
-            "validation",
-        ),
-    ),
-    "TrainContext._sync_checkpoint_dir_name_across_ranks": (
-        TrainContext._sync_checkpoint_dir_name_across_ranks,
-        ("self", "checkpoint_dir_name"),
-    ),
-    "ReportCallback.after_report": (
-        ReportCallback.after_report,
-        ("self", "training_report", "metrics"),
-    ),
-    "DataParallelTrainer._create_default_callbacks": (
-        DataParallelTrainer._create_default_callbacks,
-        ("self",),
-    ),
+    TrainContext._sync_checkpoint_dir_name_across_ranks: "self, checkpoint_dir_name",
+    ReportCallback.after_report: "self, training_report, metrics",
+    DataParallelTrainer._create_default_callbacks: "self",
 }
 """Functions that Everstep overrides or calls, with the parameters that it expects."""
 
-ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    TrainController: (
-        "_checkpoint_manager",
-        "_health_check_interval_s",
-        "_latest_poll_time",
-        "_worker_group",
-    ),
+ATTRIBUTES: dict[type, str] = {
+    TrainController: "_checkpoint_manager _health_check_interval_s _latest_poll_time _worker_group",
     WorkerGroup: (
-        "_callbacks",
-        "_latest_poll_status",
-        "_replica_group_callbacks",
-        "_replica_groups",
-        "_storage_context",
-        "_train_run_context",
-        "_worker_callbacks_to_propagate",
-        "_worker_group_context",
-        "_worker_group_state",
-        "_worker_rank_to_replica_group_rank",
-        "_worker_group_start_timeout_s",
-        "_worker_health_check_timeout_s",
-        "_world_rank_to_ongoing_poll",
+        "_callbacks _latest_poll_status _replica_group_callbacks _replica_groups _storage_context "
+        "_train_run_context _worker_callbacks_to_propagate _worker_group_context "
+        "_worker_group_state _worker_rank_to_replica_group_rank _worker_group_start_timeout_s "
+        "_worker_health_check_timeout_s _world_rank_to_ongoing_poll"
     ),
-    ScalingPolicy: ("_coordinator_client",),
-    ScalingConfig: ("_resources_per_worker_not_none",),
-    CheckpointManager: (
-        "_checkpoint_results",
-        "_checkpoint_to_report_index",
-        "_latest_checkpoint_result",
-    ),
+    ScalingPolicy: "_coordinator_client",
+    ScalingConfig: "_resources_per_worker_not_none",
+    CheckpointManager: "_checkpoint_results _checkpoint_to_report_index _latest_checkpoint_result",
     _CheckpointManagerState: (
-        "checkpoint_report_indices",
-        "checkpoint_results",
-        "failed_validation_checkpoint_dir_names",
-        "latest_checkpoint_result",
-        "pending_training_results",
-        "pending_validation_specs",
-        "ray_version",
-        "timed_out_validation_checkpoint_dir_names",
-        "validated_checkpoint_dir_names",
+        "checkpoint_report_indices checkpoint_results failed_validation_checkpoint_dir_names "
+        "latest_checkpoint_result pending_training_results pending_validation_specs ray_version "
+        "timed_out_validation_checkpoint_dir_names validated_checkpoint_dir_names"
     ),
-    _TrainingResultState: ("checkpoint_dir_name", "metrics"),
+    _TrainingResultState: "checkpoint_dir_name metrics",
 }
 """Attributes that Everstep reads or sets, by Ray's class. The last two classes are the file with
 Ray's list of checkpoints."""
@@ -273,25 +167,25 @@ Ray's list of checkpoints."""
 
 def check_ray(
     version: str,
-    expected: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]],
-    attributes: Mapping[type, tuple[str, ...]],
+    expected: Mapping[Callable[..., Any], str],
+    attributes: Mapping[type, str],
 ) -> None:
     """Raise ImportError if the installed Ray differs, and name every difference.
 
     Args:
         version: of the installed Ray.
-        expected: functions with the names of their parameters, by qualified name.
-        attributes: names of attributes, by class.
+        expected: functions with the names of their parameters.
+        attributes: names of attributes, with spaces between, by class.
     """
     if problem := RAY.problem(version, f"this node ({sys.prefix})"):
         raise ImportError(problem)
     differences = []
-    for name, (function, parameters) in expected.items():
-        found = tuple(inspect.signature(function).parameters)
+    for function, parameters in expected.items():
+        found = ", ".join(inspect.signature(function).parameters)
         if found != parameters:
-            differences.append(f"{name} takes ({', '.join(found)}), not ({', '.join(parameters)})")
+            differences.append(f"{function.__qualname__} takes ({found}), not ({parameters})")
     for owner, names in attributes.items():
-        lost = sorted(set(names) - names_of(owner))
+        lost = sorted(set(names.split()) - names_of(owner))
         differences += [f"{owner.__name__} has no {name}" for name in lost]
     if differences:
         raise ImportError(

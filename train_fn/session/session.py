@@ -42,7 +42,13 @@ from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.session.report import SAMPLES_ALONE, Reporter, Speed
 from train_fn.session.restore import KeptLabel, Restored, broadcast, find_newest
 from train_fn.snapshots.holdings import Exchange, Holdings
-from train_fn.snapshots.publisher import OVERHEAD_BYTES, Publisher, leave_snapshot
+from train_fn.snapshots.publisher import (
+    OVERHEAD_BYTES,
+    Publisher,
+    Snapshots,
+    leave_snapshot,
+    snapshots_of,
+)
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state.run_state import RunState
 from train_fn.state.tensor_tree import size_bytes
@@ -68,8 +74,11 @@ class Session:
     holdings: Holdings | None = None
     """What ranks keep of each other, if the model is sharded."""
 
-    def __init__(self, ctx: WorkerContext, state: RunState, peers: Peers | None = None) -> None:
-        self.ctx, self.state = ctx, state
+    def __init__(
+        self, ctx: WorkerContext, state: RunState, peers: Peers | None = None, heirs: int = 1
+    ) -> None:
+        """``heirs``: as ``every`` of ``Holdings``."""
+        self.ctx, self.state, self._heirs = ctx, state, heirs
         self.peers = peers or Peers(ctx.world_rank, ctx.world_size, ctx.device)
 
     # -- restore
@@ -95,7 +104,7 @@ class Session:
             # Before anything is read that older attempts leave.
             claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
         if state.piece is not None:
-            self.holdings = Holdings(ctx, peers, state.piece.of)
+            self.holdings = Holdings(ctx, peers, state.piece.of, self._heirs)
         try:
             self._restore(adopt_origin, before_load, kept)
         except BaseException:
@@ -150,6 +159,11 @@ class Session:
         }
         journal.emit(EventKind.RESTORED, data)
         journal.flush(0.0)  # it travels while the loader starts
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """Return who keeps states for this group of ranks."""
+        return snapshots_of(self.ctx) if self.holdings is None else self.holdings.kept
 
     # -- begin
 

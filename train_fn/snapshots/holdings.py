@@ -6,6 +6,9 @@ node's shared memory and sends it to the heir, a rank of another node. Before th
 step all ranks meet at a gate. To come there says: my piece of the newest state is on my node, and
 so are those of which I am the heir. Who passes knows that the state survives any one node, and only
 then is its step reported. Older pieces are removed then, so a death always leaves one state whole.
+
+Copies may travel every so many steps only, or never. Then who comes to a gate says that its own
+piece is on its node, and the newest state that did travel stays until another one has.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -33,7 +36,7 @@ from train_fn.errors import BadTask, PeersGone, StepNotWhole
 from train_fn.node.network import listen_at, own_address
 from train_fn.node.usage import give_way
 from train_fn.snapshots.election import odd_ranks, raise_apart
-from train_fn.snapshots.publisher import shortage, snapshots_of
+from train_fn.snapshots.publisher import Snapshots, shortage
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
 from train_fn.state.pieces import Move, heirs
 from train_fn.state.tensor_tree import tree_digest
@@ -66,13 +69,22 @@ class Holdings:
     A collective: all ranks make it at once, before they restore.
     """
 
-    def __init__(self, ctx: WorkerContext, peers: Peers, of: int) -> None:
-        """``of``: how many pieces there are."""
-        self._ctx, self._peers, self._of = ctx, peers, of
+    def __init__(self, ctx: WorkerContext, peers: Peers, of: int, every: int = 1) -> None:
+        """``of``: how many pieces there are. ``every``: their copies travel every so many steps;
+        never with 0. Raises BadTask if ranks say different numbers."""
+        self._ctx, self._peers, self._of, self._every = ctx, peers, of, every
         self._store = snapshot_store(ctx)
         self._store.drop_spares()
-        self.nodes: list[str] = peers.gather(ctx.node_id)
+        said: list[tuple[str, int]] = peers.gather((ctx.node_id, every))
+        self.nodes = [node for node, _ in said]
+        for rank, (_, theirs) in enumerate(said):
+            if theirs != said[0][1]:
+                raise BadTask(
+                    f"heirs is {theirs} on rank {rank} and {said[0][1]} on rank 0; set it to the "
+                    "same on all ranks"
+                )
         by_rank = heirs(self.nodes, of)
+        self.kept = _kept(by_rank, every, len({*self.nodes}))
         self._heir = by_rank[peers.rank]
         self._wards = [rank for rank, heir in enumerate(by_rank) if heir == peers.rank]
         self._changed = threading.Condition()
@@ -85,9 +97,13 @@ class Holdings:
         self._links = (
             PieceLinks(ctx, peers, self._take_in, self._lose) if len({*self.nodes}) > 1 else None
         )
-        self._jobs: queue.Queue[BoundaryCopy | None] = queue.Queue()
+        self._jobs: queue.Queue[tuple[BoundaryCopy, bool] | None] = queue.Queue()
         self._newest: Label | None = None
         """The newest state whose piece was copied."""
+        self._travels = False
+        """Whether its copies go to the heirs."""
+        self._sent: Label | None = None
+        """The newest state of which every heir has the copies; of any, where none need travel."""
         self.committed: int | None = None
         """Steps done in the newest state that all ranks are known to hold."""
         self._written: dict[_Key, str | None] = {}
@@ -155,7 +171,9 @@ class Holdings:
         Called by the training thread, when the ranks have agreed on the step."""
         copy = self._copies.take()
         self._newest = self._label(copy.step)
-        self._jobs.put(copy)
+        # The pieces of an attempt's first state may lie anywhere.
+        self._travels = self._every > 0 and (self._sent is None or copy.step % self._every == 0)
+        self._jobs.put((copy, self._travels))
 
     def pass_gate(self, order: int = 0) -> list[int]:
         """Wait until all ranks hold what they should of the newest state. A collective.
@@ -170,7 +188,7 @@ class Holdings:
         newest = self._newest
         assert newest is not None
         problem = self._wait_for(newest, None)
-        for ward in self._wards:
+        for ward in self._wards if self._travels else ():
             problem = problem or self._wait_for(replace(newest, rank=ward), ward)
         said = {"step": newest.step, "attempt": newest.attempt, "problem": short(problem)}
         kept = {"common": self._common, "shards": self._shards}
@@ -195,7 +213,9 @@ class Holdings:
             raise_apart(self._ctx, newest.step, self.committed or 0, odd, "rows of the same piece")
         problems = [f"rank {at}: {row['problem']}" for at, row in enumerate(rows) if row["problem"]]
         if not problems:
-            self._store.recycle_older(newest)
+            if self._travels or self.kept != "every_n":
+                self._sent = newest
+            self._store.recycle_older(newest, but=self._sent)
         else:  # part of it only: make room for the next one, and keep what is whole
             for label in self._store.labels():
                 if (label.origin, label.step) == (newest.origin, newest.step):
@@ -240,13 +260,14 @@ class Holdings:
 
     def _run(self) -> None:
         give_way()
-        while (copy := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None:
+            copy, travels = job
             label, problem = self._write(copy)
             self._copies.release(copy)
             with self._changed:
                 self._written[_key(label)] = problem
                 self._changed.notify_all()
-            if self._links is not None and self._heir is not None and not self._is_closed:
+            if travels and self._heir is not None and not self._is_closed:
                 self._send(self._heir, [label])
 
     def _write(self, copy: BoundaryCopy) -> tuple[Label, str | None]:
@@ -345,11 +366,20 @@ class Holdings:
             return
         self._problem = problem
         if self._peers.rank == 0:
-            kept = snapshots_of(self._ctx) if problem is None else "none"
+            kept = self.kept if problem is None else "none"
             logger.warning("pieces of step %d: %s", step, problem or "kept again")
             self._ctx.journal.emit(
                 EventKind.SNAPSHOTS, {"step": step, "snapshots": kept, "problem": problem}
             )
+
+
+def _kept(by_rank: Sequence[int | None], every: int, num_nodes: int) -> Snapshots:
+    """Return who keeps states while all goes well."""
+    if num_nodes == 1:
+        return "published"
+    if every == 1 or all(heir is None for heir in by_rank):  # replicas on other nodes
+        return "survivors"
+    return "every_n" if every else "own_node"
 
 
 def _key(label: Label) -> _Key:

@@ -30,8 +30,9 @@ COST_RATIO = 100.0
 """The next publication comes after so many times what the last one took: at most 1 % of the time
 goes into them."""
 
-Snapshots = Literal["published", "survivors"]
-"""Who keeps states on nodes: rank 0 all the time, or the survivors when an attempt breaks."""
+Snapshots = Literal["published", "survivors", "every_n", "own_node"]
+"""Who keeps states on nodes: rank 0 all the time, or the survivors when an attempt breaks. Of a
+sharded model, every rank its piece: a rank of another node has it after some steps, or never."""
 
 logger = logging.getLogger(__name__)
 

@@ -147,10 +147,13 @@ class SnapshotStore:
         older = [each for each in moments if each[0] < (newest.origin, newest.step)]
         return [label for _, label in sorted(older, key=lambda each: each[0])]
 
-    def recycle_older(self, newest: Label) -> None:
-        """Remove what is older than ``newest``, but for one file of each rank: its next state is
-        written over that, since fresh memory is slow. A file that somebody reads stays as it is."""
+    def recycle_older(self, newest: Label, but: Label | None = None) -> None:
+        """Remove what is older than ``newest``, except for all ranks' states of ``but``, and one
+        file of each rank: its next state is written over that, since fresh memory is slow. A file
+        that somebody reads stays as it is."""
         for label in self._older(newest):
+            if but is not None and (label.origin, label.step) == (but.origin, but.step):
+                continue
             self._label_path(label).unlink(missing_ok=True)
             with suppress(OSError):  # it has no state, or another rank was faster
                 self._state_path(label).replace(self._spare_path(label))

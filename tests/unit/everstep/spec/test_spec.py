@@ -46,6 +46,7 @@ CONTRACT: dict[str, Any] = {
         "audit_fraction": 0.0,
         "ema_decay": None,
         "sharding": "none",
+        "heirs": True,
     },
     "scaling": {
         "min_workers": 1,

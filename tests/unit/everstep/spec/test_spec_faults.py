@@ -102,6 +102,13 @@ def test_all_faults_are_found_at_once() -> None:
                 ({"precision": "fp16"}, "precision is fp16, whose loss scaler no sharded model"),
             )
         ),
+        (
+            spec(train={"heirs": False}),
+            "train.heirs",
+            "is false, and sharding is none: every rank has all of the model. Leave heirs out, or",
+        ),
+        (spec(train={"sharding": "full", "heirs": 0.5}), "train.heirs", "valid"),
+        (spec(train={"sharding": "full", "heirs": -1}), "train.heirs", "valid"),
         *(
             (spec(train={"sharding": "full"}, **section), path, f"{words}, or set train.sharding")
             for section, path, words in (

@@ -75,6 +75,7 @@ class NoState:
         ({"optimizer": "adam"}, "pass a torch.optim.Optimizer"),
         ({"extra": {"ema": NoState()}}, r"extra.ema is a NoState without state_dict\(\)"),
         ({"torn": "maybe"}, "'refuse' or 'shadow'"),
+        ({"heirs": False}, r"es\.protect\(heirs=False\) .* sharded models alone. Leave it out"),
         ({"checkpoint": {"every_steps": 0}}, "every_steps"),
     ],
 )

@@ -89,11 +89,13 @@ class Together:
 class Rank:
     """One of two ranks."""
 
-    def __init__(self, rank: int, ctx: WorkerContext, together: Together, of: int) -> None:
+    def __init__(
+        self, rank: int, ctx: WorkerContext, together: Together, of: int, every: int
+    ) -> None:
         self.rank, self.world_size, self._together = rank, 2, together
         self.ctx, self.state = ctx, Shard(Piece(rank % of, of))
         self.copies = BoundaryCopies(self.state)
-        self.holdings = Holdings(ctx, self, of)  # type: ignore[arg-type]
+        self.holdings = Holdings(ctx, self, of, every)  # type: ignore[arg-type]
         self.holdings.open(self.copies, lambda own: together.exchange(rank, own), 0)
 
     def gather(self, value: Any) -> list[Any]:
@@ -111,15 +113,15 @@ class Rank:
         return {(label.step, label.rank) for label in snapshot_store(self.ctx).labels()}
 
 
-@pytest.fixture(params=[2])
+@pytest.fixture(params=[(2, 1)])
 def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
-    """Ranks that have a piece each, or, with the parameter 1, the same one."""
+    """Ranks on two nodes. The parameter: how many pieces there are, and how often copies travel."""
     together = Together()
 
     def made(rank: int) -> Rank:
         ctx = make_context(tmp_path, rank)
         place = {"world_size": 2, "node_id": f"node{rank}", "num_nodes": 2}
-        return Rank(rank, dataclasses.replace(ctx, **place), together, request.param)
+        return Rank(rank, dataclasses.replace(ctx, **place), together, *request.param)
 
     ranks = both(made, [0, 1])
     yield ranks
@@ -155,6 +157,38 @@ def test_older_pieces_stay_until_the_newest_are_everywhere(pair: list[Rank]) -> 
     assert all({(1, 0), (1, 1)} <= rank.labels() for rank in pair)
     both(lambda rank: rank.holdings.pass_gate(), pair)
     assert [rank.labels() for rank in pair] == [{(2, 0), (2, 1)}] * 2
+
+
+@pytest.mark.parametrize("pair", [(2, 3)], indirect=True)
+def test_copies_that_travel_now_and_then_stay_until_newer_ones_have(pair: list[Rank]) -> None:
+    newest = {1: 1, 2: 1, 3: 3, 4: 3, 5: 3, 6: 6}
+    for step, sent in newest.items():
+        both(Rank.make_step, pair)
+        before = {(newest.get(step - 1, 1), each) for each in (0, 1)} if step > 1 else set()
+        assert all(before <= rank.labels() for rank in pair), "a death now leaves these whole"
+        both(lambda rank: rank.holdings.pass_gate(), pair)
+        copies = {(sent, 0), (sent, 1)}
+        assert [rank.labels() for rank in pair] == [copies | {(step, own)} for own in (0, 1)]
+    assert [rank.holdings.kept for rank in pair] == ["every_n"] * 2
+
+
+@pytest.mark.parametrize("pair", [(2, 0)], indirect=True)
+def test_without_heirs_each_node_keeps_its_own_pieces_alone(pair: list[Rank]) -> None:
+    for step in (1, 2, 3):
+        both(step_and_gate, pair)
+        assert [rank.labels() for rank in pair] == [{(step, 0)}, {(step, 1)}]
+    assert [rank.holdings.kept for rank in pair] == ["own_node"] * 2
+
+
+def test_ranks_that_would_send_at_other_steps_are_refused(tmp_path: Path) -> None:
+    together = Together()
+
+    def made(rank: int) -> None:
+        ctx = dataclasses.replace(make_context(tmp_path, rank), node_id=f"node{rank}")
+        with pytest.raises(BadTask, match="heirs is 3 on rank 1 and 1 on rank 0; set it to the"):
+            Rank(rank, ctx, together, 2, (1, 3)[rank])
+
+    both(made, [0, 1])
 
 
 def test_pieces_are_written_over_the_files_of_older_ones(pair: list[Rank]) -> None:
@@ -243,7 +277,7 @@ def test_a_gate_tells_what_each_rank_said(pair: list[Rank]) -> None:
     assert both(passed, pair) == [[5, 6], [5, 6]]
 
 
-@pytest.mark.parametrize("pair", [1], indirect=True)
+@pytest.mark.parametrize("pair", [(1, 1)], indirect=True)
 def test_replicas_send_nothing_and_are_compared(pair: list[Rank]) -> None:
     both(step_and_gate, pair)
     assert [rank.labels() for rank in pair] == [{(1, 0)}, {(1, 1)}]
