@@ -103,7 +103,6 @@ _UNSHARDED: tuple[tuple[str, Any, str], ...] = (
     ("audit_fraction", 0.0, "Leave audit_fraction out"),
     ("compile", False, "Leave compile out"),
     ("unused_parameters", "zero", "Leave unused_parameters out, and use all parameters"),
-    ("ema_decay", None, "Leave ema_decay out"),
 )
 """Fields of ``train``, what they must be if the model is sharded, and what to do."""
 

@@ -329,6 +329,7 @@ def spec(**train: Any) -> RunSpec:
                 "global_batch_size": 20,
                 "micro_batch_size": 4,
                 "grad_clip_norm": 0.5,
+                "ema_decay": 0.8,
                 "sharding": "full",
                 "loader": {"num_workers": 0},
                 **train,

@@ -104,8 +104,8 @@ def test_a_killed_rank_or_node_costs_no_reported_step(
     [
         (4, "b", "snapshot", [4]),
         *only_in_chaos(
-            (4, None, "snapshot", [7, 8]),
-            (False, None, "snapshot", [7, 8]),
+            (4, None, "snapshot", [7]),
+            (False, None, "snapshot", [7]),
             (False, "b", "fresh", [0]),
         ),
     ],
@@ -118,16 +118,16 @@ def test_copies_that_travel_seldom_or_never(
     tmp_path: Path,
     twin: tuple[LoopJob, Ended],
 ) -> None:
-    """Processes die at step 8, and without their node's memory the steps since the newest copies
-    are made again."""
-    job = job_of(tmp_path, "seldom", heirs=heirs, killed=(2, 7, "backward"), mates=(1,))
+    """All processes die at step 8, and without the memory of a node the steps since the newest
+    copies are made again."""
+    job = job_of(tmp_path, "seldom", heirs=heirs, killed=(2, 7, "backward"), mates=(0, 1))
     start(job)
-    assert newest_reported(job) in (6, 7)
-    [begun] = events(job, EventKind.TRAINING_STARTED)
-    assert begun["snapshots"] == ("every_n" if heirs else "own_node")
+    begun = {each["snapshots"] for each in events(job, EventKind.TRAINING_STARTED)}
+    assert begun == {"every_n" if heirs else "own_node"}
     if lost is not None:
         lose(job, lost)
-    ended = train_to_end(replace(job, killed=None, mates=(), nodes=("a", "c", "c")))
+    nodes = tuple("new" if node == lost else node for node in NODES)
+    ended = train_to_end(replace(job, killed=None, mates=(), nodes=nodes))
     assert restored(job)["source"] == source and restored(job)["step"] in steps
     require_like(job, ended, twin)
 

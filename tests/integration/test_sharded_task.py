@@ -27,13 +27,13 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, Place, make_run_dir, run_ranks, train_to_end
-from tests.integration.sharded_tasks import spec
+from tests.integration.sharded_tasks import Net, spec
 from tests.integration.staying_ranks import staying_ranks
 from tests.integration.test_exactness import merged_losses
 from tests.support.rank_processes import PLACES, Death, end_stopped, plan_of
 from tests.support.two_groups import only_in_chaos
-from train_fn.checkpoints.commit import MODEL_FILE
-from train_fn.checkpoints.sharded import join
+from train_fn.checkpoints.commit import EMA_FILE, MODEL_FILE
+from train_fn.checkpoints.sharded import AVERAGED, join
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.recovery.evidence import StepFailed
 
@@ -49,13 +49,15 @@ def job_of(tmp_path: Path, name: str, **changes: Any) -> Job:
 
 
 def weights_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
-    """Return the weights in the newest checkpoint. Those in pieces are joined."""
+    """Return the weights in the newest checkpoint, and the averaged ones. Those in pieces are
+    joined."""
     newest = CheckpointStore(run_dir).list()[-1]
     directory = Path(str(run_dir.local_path)) / "checkpoints" / newest.name
     if MODEL_FILE in newest.files:
-        whole: dict[str, torch.Tensor] = torch.load(directory / MODEL_FILE, weights_only=True)
-        return whole
-    return load_file(join(directory))
+        both = [torch.load(directory / name, weights_only=True) for name in (MODEL_FILE, EMA_FILE)]
+    else:
+        both = [load_file(join(directory)), load_file(directory / AVERAGED)]
+    return both[0] | {f"averaged {name}": value for name, value in both[1].items()}
 
 
 def metrics(*outcomes: Outcome) -> dict[int, dict[str, float]]:
@@ -117,9 +119,12 @@ def test_the_twin_is_that_of_plain_ddp(tmp_path: Path, twin: tuple[Job, Outcome]
     theirs = merged_losses(twin[1])
     for step, loss in merged_losses(whole).items():
         assert theirs[step] == pytest.approx(loss, rel=1e-4, abs=1e-5)
-    assert metrics(twin[1])[STEPS]["val_loss"] == pytest.approx(
-        metrics(whole)[STEPS]["val_loss"], rel=1e-4
-    )
+    assert metrics(twin[1])[STEPS] == pytest.approx(metrics(whole)[STEPS], rel=1e-4)
+    assert metrics(whole)[STEPS]["ema_val_loss"] != metrics(whole)[STEPS]["val_loss"]
+    wanted, found = weights_of(job.run_dir), weights_of(twin[0].run_dir)
+    assert wanted.keys() == found.keys() and len(found) == 2 * len(Net().state_dict())
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name].numpy(), value.numpy(), rtol=1e-3, atol=1e-4)
     for step, norm in norms(whole).items():
         assert norms(twin[1])[step] == pytest.approx(norm, rel=1e-4)
 

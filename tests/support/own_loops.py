@@ -209,8 +209,9 @@ def raw(job: LoopJob, rank: int) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 25], 0.5)
     averaged = torch.optim.swa_utils.AveragedModel(bare)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    state = protect(job, **parts, extra={"ema": averaged}, heirs=job.heirs)
+    state = protect(
+        job, model=model, optimizer=optimizer, scheduler=scheduler, extra={"ema": averaged}
+    )
     data = es.loader(Noisy(), global_batch_size=24, seed=5)
     with state:
         for x, y in data.batches(state, steps=job.steps):
@@ -300,9 +301,8 @@ def sharded(job: LoopJob, rank: int) -> Any:
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 25], 0.5)
     if job.plain is not None and job.plain.exists():
         load_plain(model, optimizer, job.plain)
-    state = protect(
-        job, model=model, optimizer=optimizer, scheduler=scheduler, extra={"ema": averaged}
-    )
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = protect(job, **parts, extra={"ema": averaged}, heirs=job.heirs)
     data = es.loader(Noisy(), global_batch_size=24, seed=5)
     pids: list[Any] = [None] * job.world_size
     dist.all_gather_object(pids, os.getpid())

@@ -164,7 +164,7 @@ def adopt(
         )
     scheduler = _scheduler(state.get("scheduler"), into, origin)
     averages = state["ema"]
-    if averages is None and into.ema is not None:
+    if averages is None and into.ema is not None and into.shards is None:
         averages = state["model"]
     return {
         **state,

@@ -28,7 +28,7 @@ from train_fn.checkpoints.commit import STATE_FILE, num_pieces, piece_contents, 
 from train_fn.checkpoints.save_slot import BoundaryCopy
 from train_fn.checkpoints.torch_file import save, write_safetensors
 from train_fn.context import WorkerContext
-from train_fn.state.pieces import WEIGHT, WHOLE, Piece, cut_anew, whole_shapes
+from train_fn.state.pieces import AVERAGE, WEIGHT, WHOLE, Piece, cut_anew, whole_shapes
 
 PATIENCE_S = 900.0
 """Longest wait of rank 0 for the pieces of all ranks."""
@@ -159,13 +159,13 @@ def short(text: str | None) -> str | None:
 # The weights of a downloaded checkpoint in one file. The other files are mapped, and tensors joined
 # one after the other, so that no more than the largest of them has to fit into memory.
 
-OUT = "model.safetensors"
+OUT, AVERAGED = "model.safetensors", "model_ema.safetensors"
 
 
 def join(directory: Path) -> Path:
     """Join the weights and buffers of a checkpoint whose files lie in ``directory`` into one file
-    there. Return its path. Raises ValueError if the checkpoint is not in pieces, StorageError,
-    OSError."""
+    there, and the averaged weights into ``AVERAGED``. Return the first one's path. Raises
+    ValueError if the checkpoint is not in pieces, StorageError, OSError."""
     manifest = parse_manifest((directory / MANIFEST).read_bytes())
     of = num_pieces(manifest)
     if not of:
@@ -174,15 +174,20 @@ def join(directory: Path) -> Path:
     shards = {number: piece["shards"] for number, piece in enumerate(pieces)}
     rows, common = pieces[0]["rows"], _load(directory / STATE_FILE)["model"]
 
-    def value_of(name: str) -> torch.Tensor:
-        if (shard := f"{WEIGHT}{name}") not in rows:
-            return cast(torch.Tensor, common[name])
-        return cut_anew({shard: rows[shard]}, shards, of, WHOLE)[shard]
+    def write(out: str, kind: str) -> Path:
+        def value_of(name: str) -> torch.Tensor:
+            if (shard := f"{kind}{name}") not in rows:
+                return cast(torch.Tensor, common[name])
+            return cut_anew({shard: rows[shard]}, shards, of, WHOLE)[shard]
 
-    draft = directory / f"{OUT}.tmp"
-    with draft.open("wb") as file:
-        write_safetensors({**common, **whole_shapes(pieces[0])}, file, value_of)
-    return draft.replace(directory / OUT)
+        draft = directory / f"{out}.tmp"
+        with draft.open("wb") as file:
+            write_safetensors({**common, **whole_shapes(pieces[0], kind)}, file, value_of)
+        return draft.replace(directory / out)
+
+    if any(name.startswith(AVERAGE) for name in rows):
+        write(AVERAGED, AVERAGE)
+    return write(OUT, WEIGHT)
 
 
 def _load(path: Path) -> Any:

@@ -24,6 +24,7 @@ from everstep.spec.sections import (
     StepScheduleSpec,
 )
 from train_fn.errors import BadTask
+from train_fn.step.fingerprints import local
 
 
 def build_optimizer(
@@ -220,14 +221,14 @@ def each_of(optimizer: torch.optim.Optimizer | Optimizers) -> dict[str, torch.op
 
 
 class Ema:
-    """Keep an exponential moving average of the parameters. Buffers are not averaged: both sets of
-    weights use the model's own."""
+    """Keep an exponential moving average of the parameters; of sharded ones, of this rank's rows.
+    Buffers are not averaged: both sets of weights use the model's own."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self._parameters = dict(model.named_parameters())
         self._averages = {
-            name: parameter.detach().clone() for name, parameter in self._parameters.items()
+            name: local(parameter).detach().clone() for name, parameter in self._parameters.items()
         }
         first = {parameter: name for name, parameter in self._parameters.items()}
         self._names = {
@@ -240,9 +241,8 @@ class Ema:
         """Update the averages after a step; ``step`` counts steps done. The decay starts near 0.1
         and grows, so that the initial weights lose their influence."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(
-            list(self._averages.values()), list(self._parameters.values()), 1 - decay
-        )
+        weights = [local(parameter) for parameter in self._parameters.values()]
+        torch._foreach_lerp_(list(self._averages.values()), weights, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -265,11 +265,19 @@ class Ema:
         for name, average in self._averages.items():
             average.copy_(state[name])
 
+    @torch.no_grad()
     def _swap(self) -> None:
         """Swap the storages of weights and averages. Nothing is copied, and DDP and the optimizer
-        keep referring to the same parameter objects."""
+        keep referring to the same parameter objects. FSDP2 keeps the storage of its rows, so that
+        their values are swapped."""
         for name, parameter in self._parameters.items():
-            parameter.data, self._averages[name] = self._averages[name], parameter.data
+            average, rows = self._averages[name], local(parameter)
+            if rows is parameter:
+                parameter.data, self._averages[name] = average, parameter.data
+            else:
+                kept = rows.clone()
+                rows.copy_(average)
+                average.copy_(kept)
 
 
 # ---------------------------------------------------------------- packed moments

@@ -100,8 +100,9 @@ def group_size(nodes: Sequence[str]) -> int:
     return size if size > 1 and in_rows == list(nodes) else len(nodes)
 
 
-WEIGHT, MOMENT = "model/", "optimizer/"
-"""Begin the names of a state's shards that are rows of weights, and of an optimizer's values."""
+WEIGHT, MOMENT, AVERAGE = "model/", "optimizer/", "ema/"
+"""Begin the names of a state's shards that are rows of weights, of an optimizer's values, and of
+averaged weights."""
 
 
 def weights_in(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -111,18 +112,18 @@ def weights_in(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {**state["model"], **{each.removeprefix(WEIGHT): rows[each] for each in rows}}
 
 
-def whole_shapes(piece: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def whole_shapes(piece: Mapping[str, Any], kind: str = WEIGHT) -> dict[str, torch.Tensor]:
     """Return empty tensors of the shapes that the sharded weights have over all ranks, by name.
 
     Args:
         piece: any of them, as a checkpoint has it.
     """
     return {
-        name.removeprefix(WEIGHT): piece["shards"][name].new_empty(
+        name.removeprefix(kind): piece["shards"][name].new_empty(
             (count, *piece["shards"][name].shape[1:]), device="meta"
         )
         for name, count in piece["rows"].items()
-        if name.startswith(WEIGHT)
+        if name.startswith(kind)
     }
 
 
@@ -132,16 +133,20 @@ def joined(
     """Return the state of a task that every rank holds whole, from all pieces of a sharded one."""
     shards = {number: piece["shards"] for number, piece in pieces.items()}
     model, moments = dict(common["model"]), _moments_of(common["optimizer"])
+    averages = {}
     for name, value in cut_anew(pieces[0]["rows"], shards, of, WHOLE).items():
         if name.startswith(WEIGHT):
             model[name.removeprefix(WEIGHT)] = value
+        elif name.startswith(AVERAGE):
+            averages[name.removeprefix(AVERAGE)] = value
         else:
             _, number, key = name.removeprefix(MOMENT).split("/", 2)
             moments.setdefault(int(number), {})[key] = value
     left_out = {"piece", "rows", "shards"}
     rest = {name: value for name, value in common.items() if name not in left_out}
     optimizer = {**common["optimizer"], "state": moments}
-    return {**rest, "model": model, "optimizer": optimizer, "unsaved": pieces[0]["unsaved"]}
+    whole = {"model": model, "optimizer": optimizer, "ema": averages or None}
+    return {**rest, **whole, "unsaved": pieces[0]["unsaved"]}
 
 
 def in_one_piece(
@@ -155,6 +160,8 @@ def in_one_piece(
     model, moments = dict(state["model"]), _moments_of(state["optimizer"])
     names = {name: name.removeprefix(WEIGHT) for name in rows}
     shards = {name: model.pop(key) for name, key in names.items() if key in model}
+    averages = state["ema"] or {}  # and buffers, in a checkpoint
+    shards |= {AVERAGE + key: averages[key] for key in names.values() if key in averages}
     for number, values in moments.items():
         # A moment has the shape of its weight. A count of steps has no dimension.
         for key in [key for key, value in values.items() if getattr(value, "ndim", 0)]:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from train_fn.errors import BadTask
 from train_fn.state.optim import Optimizers, match_layout, unpacked
-from train_fn.state.pieces import MOMENT, WEIGHT, Piece, rows_of
+from train_fn.state.pieces import AVERAGE, MOMENT, WEIGHT, Piece, rows_of
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step.fingerprints import local, word_sum
 from train_fn.step.peers import Peers
@@ -306,7 +306,29 @@ class Shards:
         """Return a ``TrainState.state_dict`` as the function ``apart`` does."""
         in_parts = {"optimizer": {"": state["optimizer"]}, "task": {"parts": {}}}
         found = apart({**state, **in_parts}, self.piece)
-        return {**found, "optimizer": found["optimizer"][""], "task": state["task"]}
+        found = {**found, "optimizer": found["optimizer"][""], "task": state["task"]}
+        return self._with_averages(found)
+
+    def _with_averages(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Let averaged weights be shards as well, where the weights are."""
+        plain = {}
+        for name, value in (state["ema"] or {}).items():
+            if (count := self.rows.get(f"{WEIGHT}{name}")) is None:
+                plain[name] = value
+            else:
+                state["shards"][f"{AVERAGE}{name}"] = self._own(value)
+                state["rows"][f"{AVERAGE}{name}"] = count
+        return {**state, "ema": plain or None}
+
+    def averages(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the averaged weights of a state by name; the weights, if another run began it that
+        has none."""
+        names = [name.removeprefix(WEIGHT) for name in self.rows]
+        return {each: shards.get(AVERAGE + each, shards[WEIGHT + each]) for each in names}
+
+    def _own(self, value: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Return the rows of an averaged weight that this rank has."""
+        return value
 
     def load(self, optimizer: torch.optim.Optimizer | Optimizers, state: dict[str, Any]) -> None:
         """Load the weights and the optimizer's values. Raises BadTask if they are of another
@@ -452,7 +474,17 @@ class OptimizerShards(Shards):
                 else:
                     kept[number][key] = value
         own = {"piece": tuple(self.piece), "rows": rows, "shards": shards}
-        return {**state, "model": model, "optimizer": {**state["optimizer"], "state": kept}, **own}
+        optimizer_state = {**state["optimizer"], "state": kept}
+        return self._with_averages({**state, "model": model, "optimizer": optimizer_state, **own})
+
+    def averages(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return all rows of them. A collective."""
+        found = super().averages(shards)
+        whole = {name: torch.empty_like(self._weights[name]) for name in found}
+        for name, rows in found.items():
+            self._own(whole[name]).copy_(rows)
+        self._gather(whole.values())
+        return whole
 
     def load(self, optimizer: torch.optim.Optimizer | Optimizers, state: dict[str, Any]) -> None:
         """Load the weights and the optimizer's values. A collective."""

@@ -223,7 +223,10 @@ class TrainState(RunState):
         if "skipped" in state:  # earlier versions did not count
             self.skipped.load_state_dict(state["skipped"])
         if self.ema is not None:
-            self.ema.load_state_dict({**self.ema.state_dict(), **state["ema"]})
+            averages = {**self.ema.state_dict(), **(state["ema"] or {})}
+            if self.shards is not None:
+                averages |= self.shards.averages(state["shards"])
+            self.ema.load_state_dict(averages)
         self.task = copy_to_cpu(state["task"]) if state.get("task") is not None else self.task
         self.chain.load(state.get("chain"))
         if self.bookmarks is not None:
