@@ -104,8 +104,8 @@ def test_a_killed_rank_or_node_costs_no_reported_step(
     [
         (4, "b", "snapshot", [4]),
         *only_in_chaos(
-            (4, None, "snapshot", [7]),
-            (False, None, "snapshot", [7]),
+            (4, None, "snapshot", [6, 7]),
+            (False, None, "snapshot", [6, 7]),
             (False, "b", "fresh", [0]),
         ),
     ],
