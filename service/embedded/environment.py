@@ -50,76 +50,18 @@ WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(_RANK_MODULES)}
 """The imports of ranks and of processes beside a driver. Ray logs and skips a missing module."""
 
 INHERITED = (
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "LANG",
-        "LANGUAGE",
-        "LC_*",
-        "TZ",
-        "TERM",
-        "HOSTNAME",
-        "TMPDIR",
-        "TEMP",
-        "TMP",
-    ),
-    *(
-        "XDG_CACHE_HOME",
-        "XDG_RUNTIME_DIR",
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "LD_LIBRARY_PATH",
-        "LD_PRELOAD",
-    ),
-    *(
-        "HTTP_PROXY",
-        "HTTPS_PROXY",
-        "ALL_PROXY",
-        "NO_PROXY",
-        "http_proxy",
-        "https_proxy",
-        "all_proxy",
-        "no_proxy",
-    ),
-    *(
-        "SSL_CERT_FILE",
-        "SSL_CERT_DIR",
-        "REQUESTS_CA_BUNDLE",
-        "CURL_CA_BUNDLE",
-        "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
-    ),
-    *(
-        "PYTHON*",
-        "MALLOC_*",
-        "GLIBC_TUNABLES",
-        "OMP_*",
-        "GOMP_*",
-        "KMP_*",
-        "MKL_*",
-        "OPENBLAS_*",
-        "NUMEXPR_*",
-    ),
-    *("TORCH*", "PYTORCH_*", "TRITON_*", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
-    *(
-        "NCCL_*",
-        "GLOO_*",
-        "UCX_*",
-        "FI_*",
-        "CUDA_*",
-        "CUDNN_*",
-        "CUBLAS_*",
-        "NVIDIA_*",
-        "HIP_*",
-        "HSA_*",
-        "ROCR_*",
-    ),
-    *("RAY_*", "EVERSTEP_HOME", "EVERSTEP_SECRETS_DIR", "EVERSTEP_RECOVERY_*"),
+    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_* TZ TERM HOSTNAME TMPDIR TEMP TMP "
+    "XDG_CACHE_HOME XDG_RUNTIME_DIR VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH LD_PRELOAD "
+    "HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy "
+    "SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE "
+    "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH "
+    "PYTHON* MALLOC_* GLIBC_TUNABLES OMP_* GOMP_* KMP_* MKL_* OPENBLAS_* NUMEXPR_* "
+    "TORCH* PYTORCH_* TRITON_* HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE "
+    "NCCL_* GLOO_* UCX_* FI_* CUDA_* CUDNN_* CUBLAS_* NVIDIA_* HIP_* HSA_* ROCR_* "
+    "RAY_* EVERSTEP_HOME EVERSTEP_SECRETS_DIR EVERSTEP_RECOVERY_*"
 )
-"""Variables of the service that the cluster inherits; ``*`` stands for any suffix. Code of every
-run can read them."""
+"""Variables of the service that the cluster inherits, with spaces between; ``*`` stands for any
+suffix. Code of every run can read them."""
 
 MLFLOW_URI = "EVERSTEP_MLFLOW_TRACKING_URI"
 _TRACKING = (MLFLOW_URI, "MLFLOW_TRACKING_*")
@@ -194,7 +136,7 @@ def inherited_by_cluster(
     """Return the variables that the cluster inherits: those of INHERITED and of the operator's
     ``patterns``."""
     tracking = _TRACKING if environ.get(MLFLOW_URI) else ()
-    wanted = (*INHERITED, *tracking, *patterns)
+    wanted = (*INHERITED.split(), *tracking, *patterns)
     exact = {pattern for pattern in wanted if not pattern.endswith("*")}
     prefixes = tuple(pattern[:-1] for pattern in wanted if pattern.endswith("*"))
     return {
