@@ -421,14 +421,15 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("seed", "heirs"),
     [
-        *only_in_chaos(*((seed, 1) for seed in range(101)), *((seed, 3) for seed in range(20))),
+        *only_in_chaos(*((seed, 1) for seed in range(101)), *((seed, 3) for seed in range(0, 40, 2))),
         (101, 1),
     ],
 )
 def test_deaths_at_random_cost_no_reported_step(
     seed: int, heirs: int, tmp_path: Path, twins: Path
 ) -> None:
-    """With copies after every third step a node's death costs at most as many."""
+    """With copies after every third step, two reported steps at most are made again for a node. At
+    another number of ranks they would have other bits, so that these plans keep it."""
     deaths, nodes = plan_of(seed)
     job, may_cost = job_of(tmp_path, "plan", heirs=heirs), 0
     for number, death in enumerate(deaths):
