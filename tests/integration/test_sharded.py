@@ -421,7 +421,9 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("seed", "heirs"),
     [
-        *only_in_chaos(*((seed, 1) for seed in range(101)), *((seed, 3) for seed in range(0, 40, 2))),
+        *only_in_chaos(
+            *((seed, 1) for seed in range(101)), *((seed, 3) for seed in range(0, 40, 2))
+        ),
         (101, 1),
     ],
 )
