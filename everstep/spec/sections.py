@@ -101,7 +101,6 @@ class LoaderSpec(Frozen):
 _UNSHARDED: tuple[tuple[str, Any, str], ...] = (
     ("exactness", "world_size", "Leave exactness out"),
     ("audit_fraction", 0.0, "Leave audit_fraction out"),
-    ("compile", False, "Leave compile out"),
     ("unused_parameters", "zero", "Leave unused_parameters out, and use all parameters"),
 )
 """Fields of ``train``, what they must be if the model is sharded, and what to do."""

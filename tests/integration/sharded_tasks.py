@@ -282,6 +282,19 @@ def sharded() -> None:
     replica.build_task = lambda spec: Sharded()
 
 
+class Still(Sharded):
+    """Without dropout, of which a compiled model draws others."""
+
+    def build_model(self) -> nn.Module:
+        model = Net()
+        model.inner = nn.Sequential(*model.inner[:-1])
+        return model
+
+
+def still() -> None:
+    replica.build_task = lambda spec: Still()
+
+
 _num_built = 0
 
 

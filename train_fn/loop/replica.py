@@ -477,7 +477,7 @@ def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
             ctx.device,
             sums.numbers,
             parts.state,
-            compiled=train.compile,
+            compiled=train.compile and train.sharding not in ("full", "hybrid"),
             allows_unused=allows_unused,
         ),
         allows_unused=allows_unused,

@@ -197,7 +197,7 @@ def shard_model(ctx: WorkerContext, task: Task, model: nn.Module, val_set: Any) 
     from torch.distributed.device_mesh import init_device_mesh  # both take half a second
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    from train_fn.state.sharded import Shards, copied_weights
+    from train_fn.state.sharded import Shards, copied_weights, units_in
 
     require_shardable(ctx.spec, task, model, val_set)
     chosen = modules_to_shard(task, model)
@@ -233,6 +233,10 @@ def shard_model(ctx: WorkerContext, task: Task, model: nn.Module, val_set: Any) 
             "sharded model is restored into what it returns. Let it return the weights "
             f"themselves, {_OR}"
         )
+    for module in chosen if ctx.spec.train.compile else ():
+        # The forward pass alone: what gathers, and what looks at it, stay around it.
+        if len(units_in([module])) == 1:
+            module.forward = torch.compile(module.forward)
     return Shards(model, Piece(ctx.world_rank % of, of), whole)
 
 

@@ -96,7 +96,6 @@ def test_all_faults_are_found_at_once() -> None:
             for train, words in (
                 ({"exactness": "elastic"}, "exactness is elastic, which no sharded model has yet"),
                 ({"audit_fraction": 0.5}, "audit_fraction is 0.5, which no sharded model has yet"),
-                ({"compile": True}, "compile is true, which no sharded model has yet"),
                 ({"unused_parameters": "allow"}, "unused_parameters is allow"),
                 ({"precision": "fp16"}, "precision is fp16, whose loss scaler no sharded model"),
             )

@@ -242,13 +242,17 @@ def test_a_sharded_optimizer_updates_its_rows_alone(two_ranks: WorkerContext, fu
         with shards._rows_alone(optimizers[1]):
             optimizers[1].step()
         state = {"model": model.state_dict(), "optimizer": optimizers[1].state_dict()}
+        state["ema"] = {name: value + 1 for name, value in model.named_parameters()}
+        averages = state["ema"]["0.weight"].clone()
         found = shards.apart(state, optimizers[1])
         saved = copy.deepcopy(found)
+        torch.testing.assert_close(found["shards"]["ema/0.weight"], averages[:3])
         for value in found["shards"].values():
             value.zero_()
         shards._gather = lambda weights: None  # type: ignore[method-assign]
         shards.load(optimizers[1], saved)
-    assert found["model"] == {} and found["rows"]["model/0.weight"] == 5
+    assert found["model"] == {} and found["ema"] is None
+    assert found["rows"]["model/0.weight"] == found["rows"]["ema/0.weight"] == 5
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         rows = -(-len(one) // 2)
         torch.testing.assert_close(other[:rows], one[:rows])
@@ -263,6 +267,21 @@ def test_a_model_is_sharded_with_its_tied_and_frozen_weights(shards: Shards) -> 
     rows = {name.removeprefix("model/"): count for name, count in shards.rows.items()}
     assert rows["last.weight"] == 1 and rows["inner.0.bias"] == rows["two.weight"] == 30
     assert len(shards.trained) == 9
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_of_gathered_modules_the_forward_passes_alone_are_compiled(
+    two_ranks: WorkerContext,
+) -> None:
+    """What gathers their weights, and what looks at it, stays around them."""
+    model = Sharded().build_model()
+    shard_model(replace(two_ranks, spec=spec(compile=True)), Sharded(), model, None)
+    found = [
+        name
+        for name, each in model.named_modules()
+        if hasattr(each.forward, "_torchdynamo_orig_callable")
+    ]
+    assert found == ["inner", "last"]
 
 
 def test_digests_and_norms_are_those_of_rows_and_add_up(shards: Shards) -> None:
