@@ -325,11 +325,12 @@ def test_what_torch_does_not_see_trains_as_without_sharding(
 def test_a_compiled_model_trains_as_without_and_goes_on_after_a_death(
     sharding: str, tmp_path: Path
 ) -> None:
-    base = replace(job_of(tmp_path, "plain"), setup=f"{TASKS}:still")
+    base = job_of(tmp_path, "plain", nodes=("a", "b"), world_size=2)
+    base = replace(base, setup=f"{TASKS}:still")
     whole = train_to_end(replace(base, spec=spec(epochs=1, sharding=sharding)), tmp_path)
     compiled = spec(epochs=1, sharding=sharding, compile=True)
     job = replace(base, run_dir=make_run_dir(tmp_path, "compiled"), spec=compiled)
-    first = run_ranks(replace(job, killed=(2, 2), place="update"), tmp_path)
+    first = run_ranks(replace(job, killed=(1, 2), place="update"), tmp_path)
     last = train_to_end(replace(job, attempt=2), tmp_path)
     assert restored(last)["source"] == "snapshot" and restored(last)["step"] in (2, 3)
     theirs = merged_losses(whole)
