@@ -90,6 +90,11 @@ def _max_reaches_min(value: float, info: ValidationInfo) -> float:
     return value
 
 
+def _on_or_off(value: Any) -> Any:
+    """Return what the words say, which YAML 1.2 takes for texts."""
+    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
 class LoaderSpec(Frozen):
     num_workers: Annotated[int, Field(ge=0, le=128)] | Literal["auto"] = "auto"
     """Loader processes per rank. ``auto`` is 0 for data in memory, else the number of cores of a
@@ -156,7 +161,7 @@ class TrainSpec(Frozen):
     gathered one at a time, else their size decides. ``hybrid``: as ``full``, over the ranks of each
     node, so that each node has all of it; where nodes have different numbers of ranks, or one each,
     as ``full``."""
-    heirs: bool | PositiveInt = True
+    heirs: Annotated[bool | PositiveInt, BeforeValidator(_on_or_off)] = True
     """Of a sharded model, when a rank of another node gets a copy of each rank's rows: ``true``
     after every step, so that a node's death costs none; a number N after N steps, fewer of which
     it costs; ``false`` never, so that it costs those since the last checkpoint. Where another node

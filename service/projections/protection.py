@@ -41,8 +41,8 @@ _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
         "every_n": (
             "no_steps",
             "few_steps",
-            "The loss of a rank costs no step. The loss of a node costs the few steps since its "
-            "ranks' rows were last copied to other nodes (train.heirs).",
+            "The loss of a rank costs no step. The loss of a node costs the steps since its ranks' "
+            "rows were last copied to other nodes, fewer than the number in train.heirs.",
         ),
         "own_node": (
             "no_steps",

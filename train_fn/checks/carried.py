@@ -138,8 +138,9 @@ class CarriedWatch(Check):
         held, owners = SimpleNamespace(), dict[str, object]()
         for frame in frames:
             for name, value in self._variables(frame).items():
-                is_own = _is_own_object(value) or isinstance(value, nn.Module | type)
-                is_owner = isinstance(value, torch.optim.Optimizer | nn.Module | type)
+                is_owner = isinstance(value, nn.Module | torch.amp.GradScaler | type)
+                is_own = is_owner or _is_own_object(value)
+                is_owner |= isinstance(value, torch.optim.Optimizer)
                 is_own |= _is_small(value) or generator_text(value) is not None
                 if is_own and self._may_count(name, value):
                     (owners if is_owner else vars(held)).setdefault(name, value)

@@ -53,10 +53,10 @@ def protect(
     """
     settings = OnItsOwn(storage, run_id, checkpoint or {}, fresh)
     if accelerator is not None:
-        if not (model is optimizer is scheduler is None):
+        if not (model is optimizer is scheduler is None and heirs is True):
             raise BadTask(
                 "es.protect(accelerator=…) takes what accelerator.prepare returned; leave model, "
-                "optimizer and scheduler out"
+                "optimizer, scheduler and heirs out"
             )
         return AcceleratedLoop(accelerator, extra, torn, settings)
     parts = parts_of(model, optimizer, scheduler, extra, heirs)

@@ -171,8 +171,10 @@ class Holdings:
         Called by the training thread, when the ranks have agreed on the step."""
         copy = self._copies.take()
         self._newest = self._label(copy.step)
-        # The pieces of an attempt's first state may lie anywhere.
-        self._travels = self._every > 0 and (self._sent is None or copy.step % self._every == 0)
+        # The pieces of an attempt's first state may lie anywhere, and copies may have failed.
+        since = self._every if self._sent is None else copy.step - self._sent.step
+        is_due = copy.step % (self._every or 1) == 0 or since >= self._every
+        self._travels = self._every > 0 and is_due
         self._jobs.put((copy, self._travels))
 
     def pass_gate(self, order: int = 0) -> list[int]:

@@ -101,7 +101,7 @@ def test_all_faults_are_found_at_once() -> None:
             )
         ),
         (
-            spec(train={"heirs": False}),
+            spec(train={"heirs": "off"}),
             "train.heirs",
             "is false, and sharding is none: every rank has all of the model. Leave heirs out, or",
         ),

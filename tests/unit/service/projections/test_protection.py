@@ -32,7 +32,7 @@ def test_protection() -> None:
     ("snapshots", "process_loss", "node_loss", "said"),
     [
         ("survivors", "no_steps", "no_steps", "ranks on other nodes keep the state"),
-        ("every_n", "no_steps", "few_steps", "since its ranks' rows were last copied"),
+        ("every_n", "no_steps", "few_steps", "fewer than the number in train.heirs"),
         ("own_node", "no_steps", "checkpoint", "nothing is copied to other nodes"),
         ("published", "few_steps", "checkpoint", "All ranks run on one node"),
         ("none", "checkpoint", "checkpoint", "no node keeps the state"),

@@ -192,6 +192,14 @@ def with_helpers(state: Any, data: Any, step: Any) -> None:
         state.step()
 
 
+def scaling(state: Any, data: Any, step: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for (batch,) in data.batches(state, epochs=2):
+        scaler.scale(step(batch))
+        scaler.update(scaler.get_scale() * 2)
+        state.step()
+
+
 def beside(state: Any, data: Any, step: Any) -> None:
     unlabelled = DataLoader(INPUTS, batch_size=4, shuffle=True)
     for (batch,), (more,) in zip(data.batches(state, epochs=2), cycle(unlabelled), strict=False):
@@ -219,6 +227,7 @@ def by_next(state: Any, data: Any, step: Any) -> None:
         (by_a_function, "carries seen() from step to step"),
         (by_a_hook, "carries num from step to step"),
         (with_helpers, None),
+        (scaling, "carries scaler"),
         (by_a_global, "carries CALLS from step to step"),
         (beside, "reads unlabelled beside its state"),
         (by_next, "reads unlabelled beside its state"),

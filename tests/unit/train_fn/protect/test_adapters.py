@@ -253,8 +253,9 @@ def test_what_an_accelerator_lacks_or_has_twice_is_refused() -> None:
     with pytest.raises(BadTask, match=r"no model or no optimizer yet; call accelerator.prepare\("):
         es.protect(accelerator=accelerator(model))
     whole = accelerator(model, optimizer)
-    with pytest.raises(BadTask, match="leave model, optimizer and scheduler out"):
-        es.protect(model, accelerator=whole)
+    for beside in ({"model": model}, {"heirs": 10}):
+        with pytest.raises(BadTask, match="leave model, optimizer, scheduler and heirs out"):
+            es.protect(**beside, accelerator=whole)
     whole.register_for_checkpointing(optimizer)
     with pytest.raises(BadTask, match=r"extra=….* has the name 'registered0'; use another one"):
         es.protect(accelerator=whole, extra={"registered0": optimizer})

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,12 @@ def both(action: Callable[[Any], Any], of: list[Any]) -> list[Any]:
         return list(pool.map(action, of))
 
 
+def no_room(store: object, label: Label, size: int, blocks: Iterable[memoryview]) -> str:
+    for _ in blocks:
+        pass
+    return "there is no room"
+
+
 def step_and_gate(rank: Rank) -> None:
     rank.make_step()
     rank.holdings.pass_gate()
@@ -170,6 +176,23 @@ def test_copies_that_travel_now_and_then_stay_until_newer_ones_have(pair: list[R
         copies = {(sent, 0), (sent, 1)}
         assert [rank.labels() for rank in pair] == [copies | {(step, own)} for own in (0, 1)]
     assert [rank.holdings.kept for rank in pair] == ["every_n"] * 2
+
+
+@pytest.mark.parametrize("pair", [(2, 3)], indirect=True)
+def test_copies_that_were_not_kept_travel_again_with_the_next_step(
+    pair: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until they have, the state counts as kept by nobody."""
+    kept = []
+    for step in (1, 2, 3, 4, 5):
+        with monkeypatch.context() as full:
+            if step in (3, 4):
+                full.setattr(holdings_module, "take_in", no_room)
+            both(step_and_gate, pair)
+        said = journal_of(pair[0].ctx).of_kind(EventKind.SNAPSHOTS)
+        kept.append(said[-1]["snapshots"] if said else None)
+    assert kept == [None, None, "none", "none", "every_n"]
+    assert [rank.labels() for rank in pair] == [{(5, 0), (5, 1)}] * 2
 
 
 @pytest.mark.parametrize("pair", [(2, 0)], indirect=True)
