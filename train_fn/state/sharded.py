@@ -310,15 +310,13 @@ class Shards:
         return self._with_averages(found)
 
     def _with_averages(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Let averaged weights be shards as well, where the weights are."""
-        plain = {}
+        """Let averaged weights be shards as well. Those that the model's ``state_dict`` leaves out
+        never change, and neither do their averages."""
         for name, value in (state["ema"] or {}).items():
-            if (count := self.rows.get(f"{WEIGHT}{name}")) is None:
-                plain[name] = value
-            else:
+            if (count := self.rows.get(f"{WEIGHT}{name}")) is not None:
                 state["shards"][f"{AVERAGE}{name}"] = self._own(value)
                 state["rows"][f"{AVERAGE}{name}"] = count
-        return {**state, "ema": plain or None}
+        return {**state, "ema": None}
 
     def averages(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the averaged weights of a state by name; the weights, if another run began it that
