@@ -3,12 +3,21 @@ is kept."""
 
 from __future__ import annotations
 
+import base64
+import html
+import json
 import logging
+import shlex
 import sys
+import time
+import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
@@ -70,17 +79,65 @@ def test_values_are_taken_out_of_texts_and_errors() -> None:
     assert "hunter2" not in error.message + error.traceback and MASK in error.summary
 
 
+WRITTEN: dict[str, Callable[[str], str]] = {
+    "as it is": str,
+    "repr": repr,
+    "ascii": ascii,
+    "repr of bytes": lambda value: repr(value.encode()),
+    "unicode_escape": lambda value: value.encode("unicode_escape").decode(),
+    "JSON": json.dumps,
+    "JSON in UTF-8": lambda value: json.dumps(value, ensure_ascii=False),
+    "URL": urllib.parse.quote,
+    "query": urllib.parse.quote_plus,
+    "shell": shlex.quote,
+    "HTML": html.escape,
+    "base64": lambda value: base64.b64encode(value.encode()).decode(),
+    "authorization": lambda value: base64.b64encode(f"user:{value}".encode()).decode(),
+    "JSON in JSON": lambda value: json.dumps(json.dumps(value)),
+    "repr in a URL": lambda value: urllib.parse.quote(repr(value)),
+    "in colours": "\033[0m\033[1m".join,
+}
+
+
+def one_line(value: str) -> bool:
+    return value.splitlines() == [value] and len(value.strip()) >= 6
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+@given(
+    value=st.text(
+        st.characters(codec="utf-8", exclude_characters="\0\x1b"), min_size=6, max_size=40
+    ).filter(one_line)
+)
+@example(value="a\\\\\"'%5c é$(x)\t&lt;😀")
+def test_a_value_is_taken_out_however_a_program_writes_it(how: str, value: str) -> None:
+    redact = Redactor()
+    redact.learn([value])
+    assert MASK in redact(f"token={WRITTEN[how](value)} end")
+
+
+@pytest.mark.parametrize("piece", ["\\", "%5c", "%25", "x", "\\x"])
+def test_looking_for_a_value_takes_time_in_proportion_to_the_text(piece: str) -> None:
+    redact = Redactor()
+    redact.learn(["\\" * 6 + "abc\\'%\"é" * 2])
+    began = time.process_time()
+    assert redact(piece * 60_000) == piece * 60_000
+    assert time.process_time() - began < 10, "a minute and more if it grew with the square"
+
+
 def test_no_line_of_a_log_holds_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = RunDir(open_storage(str(tmp_path)), "run_a")
     log = RankLog(run_dir, 1, 1, 0)
     redactor = log.redact = Redactor()
-    redactor.learn(["hunter2-secret"])
+    awkward = "hunter2\"'\\é s"
+    redactor.learn(["hunter2-secret", awkward])
     log.start()
+    print({"token": awkward}, json.dumps(awkward), urllib.parse.quote(awkward))
     print("my token is hunter2-secret")
     sys.stderr.write("again hunter2-secret\n")
     logging.getLogger("task").info("logged hunter2-secret")
     log.close()
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*.jsonl"))
-    assert kept.count(MASK.encode()) == 3 and b"hunter2" not in kept
+    assert kept.count(MASK.encode()) == 6 and b"hunter2" not in kept
     shown = capsys.readouterr()
     assert "hunter2" not in shown.out + shown.err and f"my token is {MASK}" in shown.out
