@@ -266,6 +266,7 @@ class ReasonCode(StrEnum):
     WAITING_FOR_CAPACITY = "waiting_for_capacity"
     WAITING_FOR_CLUSTER = "waiting_for_cluster"
     STORAGE_UNAVAILABLE = "storage_unavailable"
+    DRIVER_NEVER_BEGAN = "driver_never_began"
     WAITING_FOR_REHEARSAL = "waiting_for_rehearsal"
     REHEARSAL_NOT_PASSED = "rehearsal_not_passed"
 

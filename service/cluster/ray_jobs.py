@@ -26,6 +26,21 @@ READ_TIMEOUT_S = 10.0
 # Ray answers a submission only after an agent has taken it, which is slow on a new cluster.
 SUBMIT_TIMEOUT_S = 30.0
 MAX_NODES = 10_000
+RAY_PYTHON: Final = (
+    r"""$(tr '\0' '\n' </proc/$(sed -n 's/^PPid:[^0-9]*//p' /proc/$PPID/status)/cmdline"""
+    r""" | sed -n 's/^--python_worker_command=\([^ ]*\) .*/\1/p' | grep . || echo python)"""
+)
+"""For a job's shell: the interpreter with which the job's node starts Ray's workers, as the command
+line of the raylet says, whose grandchild the shell is. A raylet that was started by its full path
+has no ``python``, or another one, on its PATH."""
+NEVER_BEGAN_CODES: Final = (1, 2, 126, 127)
+"""Exit codes of a Python that cannot run our module, and of a shell that cannot run Python."""
+_LAST_WORDS_CHARS = 1500
+_RAYS_LINES: Final = re.compile(
+    r"^(?:Job entrypoint command failed |.* job_manager\.py:|Running entrypoint ).*\n?",
+    re.MULTILINE,
+)
+"""Of the message of a job that failed, what Ray itself says in it."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +312,14 @@ class Job:
     metadata: Mapping[str, str]
     driver_node_id: str | None
     driver_exit_code: int | None
+
+    @property
+    def last_words(self) -> str | None:
+        """Return the last lines of a program that ended by itself before ours began, or None."""
+        if not self.status.ended or self.driver_exit_code not in NEVER_BEGAN_CODES:
+            return None
+        words = _RAYS_LINES.sub("", self.message or "").strip()
+        return words[-_LAST_WORDS_CHARS:] or f"exit code {self.driver_exit_code}"
 
     @property
     def storage_problem(self) -> str | None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -165,7 +166,7 @@ def made_reconciler(parts: ServiceParts, figures: RunFigures) -> Reconciler:
         ],
         public_url=parts.public_url,
         entrypoint=driver_entrypoint(
-            parts.storage.uri, worker_start.DRIVER if settings.embedded else DRIVER
+            parts.storage.uri, shlex.join(worker_start.DRIVER) if settings.embedded else DRIVER
         ),
     )
 

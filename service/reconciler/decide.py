@@ -10,7 +10,7 @@ job.
   When the job is gone and the journal read to its end, the run is CANCELLED or PAUSED.
 - A claimed submission that Ray never took is submitted again under the same id.
 - A job that ended without a ``finished`` event in its journal is replaced by the next submission.
-  Ray's status alone never ends a run.
+  Ray's status alone never ends a run. Three drivers in a row that could not even begin do.
 - On a storage that does not belong to the database nothing starts, and nothing is concluded from
   missing files.
 - Queued runs start, and running ones shrink, pause and grow again, as schedule.py plans.
@@ -32,6 +32,7 @@ from service.reconciler.facts import (
     Facts,
     Grow,
     JobFact,
+    KeepLastWords,
     Preempt,
     RunFacts,
     SetReason,
@@ -53,6 +54,8 @@ LONGEST_BACKOFF_S: Final = 60.0
 MANY_FRUITLESS: Final = 10
 """Submissions in a row without a checkpoint after which a run reports no_progress. It keeps trying:
 drivers without a verdict are trouble of the control plane, which fails no run."""
+MOST_NEVER_BEGUN: Final = 3
+"""Drivers in a row that end, by themselves, before they begin, after which a run fails."""
 STRAY_GRACE_S: Final = 20.0
 """Longest time for a driver that has finished or was replaced to end by itself."""
 
@@ -180,7 +183,15 @@ def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
 
 def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     """Replace a job that is gone without a verdict in its journal by the next submission."""
-    if run.storage_problem is not None:
+    if run.last_words is not None and run.never_began:
+        reason = Reason(code=ReasonCode.DRIVER_NEVER_BEGAN, message=_never_began(run))
+        yield KeepLastWords(run.id, run.submission, run.last_words)
+        if run.never_began >= MOST_NEVER_BEGUN:
+            yield ChangeStatus(run.id, run.status, run.submission, RunStatus.FAILED, reason)
+            return
+        if run.reason != reason:
+            yield SetReason(run.id, run.status, reason)
+    elif run.storage_problem is not None:
         yield from _set_reason(run, ReasonCode.STORAGE_UNAVAILABLE, run.storage_problem)
     elif run.fruitless >= MANY_FRUITLESS and (
         run.reason is None or run.reason.code != ReasonCode.STORAGE_UNAVAILABLE
@@ -195,6 +206,15 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
         yield from _set_reason(run, ReasonCode.NO_PROGRESS, message)
     if facts.now >= (run.submitted_at or 0.0) + backoff_s(run.fruitless):
         yield Start(run.id, run.submission)
+
+
+def _never_began(run: RunFacts) -> str:
+    drivers = "driver" if run.never_began == 1 else f"{run.never_began} drivers in a row"
+    return (
+        f"the {drivers} of this run ended before training began; the last one said: "
+        f"{run.last_words}\nInstall Everstep in the Python with which Ray runs on the head "
+        "(`everstep doctor` checks it), and submit the run again"
+    )
 
 
 def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:

@@ -27,6 +27,7 @@ from service.reconciler.facts import (
     DeliverStop,
     EndJob,
     Grow,
+    KeepLastWords,
     Preempt,
     SetReason,
     Shrink,
@@ -39,8 +40,9 @@ from service.storage_identity import StorageGate
 from storage.cluster import KNOWN_VARIABLE, Known
 from storage.errors import StorageError
 from storage.filesystem import Storage
+from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_control import Stop
-from storage.run_dir import RunDir
+from storage.run_dir import DRIVER_ATTEMPT, RunDir
 
 log = structlog.get_logger(__name__)
 
@@ -165,6 +167,8 @@ class Executor:
                     submission=submission,
                     stop=stop,
                 )
+            case KeepLastWords(run_id, submission, text):
+                await asyncio.to_thread(self._keep_last_words, run_id, submission, text)
             case EndJob(job_id):
                 await self._end_job(job_id)
             case ChangeStatus():
@@ -182,6 +186,13 @@ class Executor:
                     status=decision.to.value,
                     reason=decision.reason.message,
                 )
+
+    def _keep_last_words(self, run_id: str, submission: int, text: str) -> None:
+        run_dir = RunDir(self._storage, run_id)
+        if not run_dir.rank_logs_of(submission, DRIVER_ATTEMPT):
+            lines = [LogRecord(time.time(), "ERROR", line) for line in text.splitlines()]
+            with RankLogWriter(run_dir, submission, DRIVER_ATTEMPT, None) as driver_log:
+                driver_log.write(lines)
 
     async def _start(self, run_id: str, after: int, limit: int | None) -> None:
         """Write the spec, claim the submission, submit the job. A claimed submission so has a

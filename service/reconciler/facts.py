@@ -62,6 +62,11 @@ class RunFacts:
     storage_problem: str | None = None
     """Why the newest submission's driver ended without touching the storage; None if it did not, or
     if that is unknown."""
+    last_words: str | None = None
+    """Last lines of the newest submission's driver, if it ended before it began; None if not, or if
+    that is unknown."""
+    never_began: int = 0
+    """Number of newest submissions in a row without a journal."""
     tail: TailFact = TailFact.BEHIND
     deadline_at: float | None = None
     """When ``recovery.deadline_s`` has passed, unix seconds."""
@@ -232,6 +237,15 @@ class SetReason:
     reason: Reason | None
 
 
+@dataclass(frozen=True)
+class KeepLastWords:
+    """Write the last lines of a driver that kept no log of its own into its log."""
+
+    run_id: str
+    submission: int
+    text: str
+
+
 Decision = (
     Start
     | Preempt
@@ -239,6 +253,7 @@ Decision = (
     | Grow
     | DeliverLimit
     | SubmitClaimed
+    | KeepLastWords
     | DeliverStop
     | EndJob
     | ChangeStatus

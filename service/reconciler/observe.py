@@ -130,7 +130,9 @@ class Observer:
                 continue
             job = jobs.get(job_key(known), JobFact.UNKNOWN)
             refusal = self._poller.refusal(row.id, row.submission) if job == JobFact.ENDED else None
-            observed.append(replace(facts_of(row, delivered, job, tail), storage_problem=refusal))
+            words = self._poller.last_words(row.id, row.submission)
+            facts = facts_of(row, delivered, job, tail)
+            observed.append(replace(facts, storage_problem=refusal, last_words=words))
         self._waiting = {
             each.id: (self._known[each.id], each)
             for each in observed
@@ -174,6 +176,7 @@ def facts_of(
         job_recorded=row.ray_job_id is not None,
         submitted_at=row.submitted_at,
         fruitless=row.submission - _last_fruitful(row),
+        never_began=row.submission - row.journal_submission,
         job=job,
         tail=tail,
         deadline_at=None if deadline_s is None else row.created_at + deadline_s,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from everstep.wire import RunStatus
-from service.cluster.ray_jobs import Job, JobNotFound, RayError, RayJobs
+from service.cluster.ray_jobs import RAY_PYTHON, Job, JobNotFound, RayError, RayJobs
 from service.db.node_marks import NodeMarks
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
@@ -62,6 +62,8 @@ class RayPoller:
         self._strays: dict[str, float] = {}
         self._refusals: dict[tuple[str, int], str] = {}
         """Run and submission -> why its driver ended without touching the storage."""
+        self._last_words: dict[tuple[str, int], str] = {}
+        """Run and submission -> last lines of a driver that ended before it began."""
         self._lost_nodes: set[str] = set()
         """Dead nodes of jobs that Ray calls running. A head that came back with its state does not
         notice that their drivers are gone."""
@@ -77,11 +79,15 @@ class RayPoller:
         """Return why a submission's driver ended without touching the storage, or None."""
         return self._refusals.get((run_id, submission))
 
+    def last_words(self, run_id: str, submission: int) -> str | None:
+        """Return the last lines of a driver that ended before it began, or None."""
+        return self._last_words.get((run_id, submission))
+
     def keep(self, run_ids: Collection[str]) -> None:
         """Forget all runs but these."""
-        self._refusals = {
-            key: problem for key, problem in self._refusals.items() if key[0] in run_ids
-        }
+        for texts in (self._refusals, self._last_words):
+            for key in [key for key in texts if key[0] not in run_ids]:
+                del texts[key]
 
     async def close(self) -> None:
         """Cancel an open request."""
@@ -164,7 +170,7 @@ class RayPoller:
             return JobFact.MISSING, None
         except RayError as exc:
             return JobFact.UNKNOWN, str(exc)
-        self._note_refusal(row, job)
+        self._note_end(row, job)
         return JobFact.ENDED if self._has_ended(job) else JobFact.ALIVE, None
 
     async def _listed(self, rows: Sequence[RunRow]) -> list[tuple[JobFact, str | None]]:
@@ -176,13 +182,15 @@ class RayPoller:
         ended = {job_id: self._has_ended(job) for job_id, job in listed.items()}
         for row in rows:
             if job := listed.get(submission_id(row.id, row.submission)):
-                self._note_refusal(row, job)
+                self._note_end(row, job)
         facts = {None: JobFact.MISSING, True: JobFact.ENDED, False: JobFact.ALIVE}
         return [(facts[ended.get(submission_id(row.id, row.submission))], None) for row in rows]
 
-    def _note_refusal(self, row: RunRow, job: Job) -> None:
+    def _note_end(self, row: RunRow, job: Job) -> None:
         if job.storage_problem is not None:
             self._refusals[row.id, row.submission] = job.storage_problem
+        if job.last_words is not None:
+            self._last_words[row.id, row.submission] = job.last_words
 
     def _is_sweep_due(self, busy: bool) -> bool:
         first = self._swept_at == float("-inf")
@@ -241,17 +249,16 @@ Entrypoint = Callable[[str, int], str]
 """(run id, submission) -> the shell command of its Ray job."""
 
 
-DRIVER = ("python", "-m", "train_fn.driver")
-"""The driver, with the ``python`` of the nodes."""
+DRIVER: Final = f'"{RAY_PYTHON}" -m train_fn.driver'
+"""The driver, with the Python of the cluster's Ray."""
 
 
-def driver_entrypoint(storage_uri: str, program: Sequence[str] = DRIVER) -> Entrypoint:
-    """Return the command that starts a submission's driver. The embedded cluster has a ``program``
-    of its own for that."""
+def driver_entrypoint(storage_uri: str, program: str = DRIVER) -> Entrypoint:
+    """Return the shell command that starts a submission's driver. The embedded cluster has a
+    ``program`` of its own for that."""
 
     def command(run_id: str, submission: int) -> str:
         words = [
-            *program,
             "--storage",
             storage_uri,
             "--run-id",
@@ -259,7 +266,7 @@ def driver_entrypoint(storage_uri: str, program: Sequence[str] = DRIVER) -> Entr
             "--submission",
             str(submission),
         ]
-        return shlex.join(words)
+        return f"{program} {shlex.join(words)}"
 
     return command
 

@@ -22,6 +22,8 @@ from train_fn.errors import Replaced
 from train_fn.journal.rank_log import RankLog
 from train_fn.recovery.settings import RecoverySettings
 
+EXIT_FAILED = 5
+"""Not 1, with which Python ends if it cannot even run this module."""
 EXIT_TERMINATED = 143
 SETTLE_S = 5.0
 """How long a network filesystem may take to show what the service knows to be there."""
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
         return _storage_unavailable(exc)
     except Exception:
         logger.exception("the driver failed; its run is to be submitted again")
-        return 1
+        return EXIT_FAILED
     finally:
         log.close()
 

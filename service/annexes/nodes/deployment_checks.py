@@ -15,7 +15,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from everstep.wire.deployment import DeploymentCheck, DeploymentReport, ServiceFacts, source_digest
-from service.cluster.ray_jobs import Job, RayJobs, RayUnavailable
+from service.cluster.ray_jobs import RAY_PYTHON, Job, RayJobs, RayUnavailable
 from service.db.lease import new_id
 from storage.cluster import read_report
 from storage.filesystem import Storage
@@ -41,7 +41,6 @@ class DeploymentChecks:
         """Submit a check. Raises RayError."""
         check_id = new_id("check", self._clock())
         words = [
-            "python",
             "-m",
             "train_fn.deployment_check",
             "--storage",
@@ -49,7 +48,8 @@ class DeploymentChecks:
             "--check-id",
             check_id,
         ]
-        command = shlex.join([*words, "--all-reduce-s", f"{all_reduce_s:g}"])
+        options = shlex.join([*words, "--all-reduce-s", f"{all_reduce_s:g}"])
+        command = f'"{RAY_PYTHON}" {options}'
         await self._cluster().submit(check_id, command, {"name": NAME})
         return await self._answer(check_id, "running")
 

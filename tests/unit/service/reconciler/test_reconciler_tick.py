@@ -7,6 +7,7 @@ import gc
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,16 @@ from typing import Any
 import pytest
 
 from everstep.wire import ReasonCode, RunStatus
+from service.cluster.ray_jobs import RAY_PYTHON
 from service.db.engine import DatabaseUnavailable
 from service.reconciler import execute
+from service.reconciler.decide import MOST_NEVER_BEGUN, backoff_s
+from service.reconciler.ray_poller import DRIVER
 from storage.cluster import Known, read_identity
+from storage.logs.rank_logs import read_rank_logs
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
-from tests.support.reconciler_world import World
+from tests.support.reconciler_world import STARTED, World
 
 pytest_plugins = ["tests.support.reconciler_fixtures"]
 pytestmark = pytest.mark.usefixtures("whole_ticks")
@@ -33,9 +38,7 @@ async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:
     assert ray.submissions == [job_id]
     job = ray.jobs[job_id]
     known = Known(storage=read_identity(here.storage)).to_text()
-    command = (
-        f"python -m train_fn.driver --storage {here.storage.uri} --run-id {run.id} --submission 1"
-    )
+    command = f"{DRIVER} --storage {here.storage.uri} --run-id {run.id} --submission 1"
     assert job["entrypoint"] == f"EVERSTEP_KNOWN={shlex.quote(known)} {command}"
     page = f"https://everstep.example/runs/{run.id}"
     assert job["metadata"] == {
@@ -49,6 +52,69 @@ async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:
     assert RunDir(here.storage, run.id).read_spec().name == "a"
     row = here.get(run.id)
     assert (row.status, row.submission, row.ray_job_id) == (RunStatus.STARTING, 1, job_id)
+
+
+@pytest.mark.parametrize("python", ["/opt/everstep/bin/python", None])
+def test_a_job_runs_with_the_python_of_ray_s_workers(python: str | None) -> None:
+    option = f"--python_worker_command={python} setup_worker.py --node-ip-address=1"
+    job = f"""import subprocess; subprocess.run(['/bin/sh', '-c', {f'echo "{RAY_PYTHON}"'!r}])"""
+    supervisor = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {job!r}])"
+    found = subprocess.run(
+        [sys.executable, "-c", supervisor, *([option] if python else [])],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (found.stdout, found.stderr) == (f"{python or 'python'}\n", "")
+
+
+MISSING = "/usr/bin/python: No module named 'train_fn'"
+
+
+def end_driver(ray: FakeRay, job_id: str, code: int, words: str) -> None:
+    ray.jobs[job_id] |= {
+        "driver_exit_code": code,
+        "message": f"Job entrypoint command failed with exit code {code}\n{words}",
+    }
+    ray.end(job_id)
+
+
+async def test_drivers_that_never_begin_end_a_run_and_are_shown(here: World, ray: FakeRay) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    for submission in range(1, MOST_NEVER_BEGUN + 1):
+        row = here.get(run.id)
+        assert (row.status.terminal, row.submission) == (False, submission)
+        end_driver(ray, f"{run.id}-s{submission:03}", 1, MISSING)
+        here.now += backoff_s(submission)
+        await here.reconciler.tick()
+        row = here.get(run.id)
+        assert row.reason_code == ReasonCode.DRIVER_NEVER_BEGAN
+        assert MISSING in row.reason_message and "everstep doctor" in row.reason_message
+        await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.FAILED
+    kept, _ = read_rank_logs(RunDir(here.storage, run.id))
+    assert [(line.submission, line.rank, line.message) for line in kept] == [
+        (submission, None, MISSING) for submission in range(1, MOST_NEVER_BEGUN + 1)
+    ]
+
+
+@pytest.mark.parametrize(("code", "began"), [(1, True), (143, False)])
+async def test_a_driver_that_began_or_was_ended_fails_no_run(
+    code: int, began: bool, here: World, ray: FakeRay
+) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    for submission in range(1, MOST_NEVER_BEGUN + 2):
+        if began:
+            here.write(run.id, submission, *STARTED)
+        end_driver(ray, f"{run.id}-s{submission:03}", code, "words")
+        here.now += backoff_s(submission)
+        for _ in range(2):
+            await here.reconciler.tick()
+        row = here.get(run.id)
+        assert (row.status.terminal, row.submission) == (False, submission + 1)
+        assert row.reason_code != ReasonCode.DRIVER_NEVER_BEGAN
 
 
 @pytest.mark.parametrize("point", ["before_claim", "after_claim", "after_submit", "after_record"])
