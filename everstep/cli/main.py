@@ -28,7 +28,8 @@ app = typer.Typer(
     name="everstep",
     cls=Guide,
     help="Fault-tolerant distributed PyTorch training.\n\nExit codes: 0 success, 1 the run FAILED "
-    "or was CANCELLED, 2 wrong usage or an invalid spec, 3 the service cannot be reached.",
+    "or was CANCELLED, 2 wrong usage or an invalid spec, 3 the service cannot be reached, 141 the "
+    "reader of the output went away first.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

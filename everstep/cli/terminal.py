@@ -57,6 +57,9 @@ class Exit(IntEnum):
     """Wrong usage, an invalid spec, or a request that the service refuses."""
     UNREACHABLE = 3
     INTERRUPTED = 130
+    READER_GONE = 141
+    """Whoever read the output went away, as ``head`` does. A shell's own programs end so by
+    SIGPIPE."""
 
 
 _EXIT_OF: tuple[tuple[type[EverstepError], Exit], ...] = (
@@ -352,7 +355,7 @@ def _errors_to_exit_codes() -> Iterator[None]:
     except BrokenPipeError as exc:
         # The reader closed the pipe. Python flushes stdout once more at exit: let that succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(Exit.SUCCEEDED) from exc
+        raise typer.Exit(Exit.READER_GONE) from exc
     except OSError as exc:
         raise terminal().fail(
             f"{exc.filename or 'this machine'}: {exc.strerror or exc}", Exit.FAILED

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import select
 import signal
+import stat
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import psutil
 import torch
@@ -65,6 +70,31 @@ class Ended:
     """Of the last evaluation."""
     checkpoints: str
     """Where they are."""
+
+
+class _LastingOutput(io.FileIO):
+    """Standard output that a program outlives: once its reader is gone, it leads nowhere."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def outlive_reader() -> None:
+    """Let training go on when whoever reads its output goes away, as ``head`` does."""
+    output = sys.stdout
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, but a test's text
+        if stat.S_ISFIFO(os.fstat(output.fileno()).st_mode):
+            lasting = io.BufferedWriter(_LastingOutput(output.fileno(), "w", closefd=False))
+            output.flush()
+            sys.stdout = io.TextIOWrapper(
+                lasting, output.encoding, output.errors, line_buffering=True
+            )
 
 
 def run_rank(
@@ -315,9 +345,10 @@ def device_of(spec: RunSpec, place: LocalPlace) -> torch.device:
 
 
 def set_up(spec: RunSpec) -> None:
-    """Prepare this process to be a rank: its environment before anything reads it, its memory and
-    its threads."""
+    """Prepare this process to be a rank: its environment before anything reads it, its output, its
+    memory and its threads."""
     take_environment(device_env(spec) | spec.env)
+    outlive_reader()
     keep_memory()
     set_threads(spec)
 
@@ -390,8 +421,7 @@ def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> Lo
     if differing:
         raise UsageError(
             f"{run_dir.uri} holds a run of another spec ({', '.join(differing)} differ); choose "
-            "another --run-id, or begin anew "
-            "by --fresh, which deletes it"
+            "another --run-id, or delete that directory to begin anew"
         )
     run_dir.write_spec(spec)
     submissions = run_dir.submissions()

@@ -111,6 +111,21 @@ def test_bad_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert run_cli(*arguments).exit_code == 2
 
 
+def test_a_training_here_outlives_the_reader_of_its_output(spec_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "everstep.cli.main", "run", str(spec_file), "--local"]
+    command += ["--storage", str(tmp_path / "here"), "--set", "train.epochs=2"]
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    ) as cli:
+        assert cli.stdout is not None and cli.stderr is not None
+        assert cli.stdout.readline() and cli.stdout.readline()
+        cli.stdout.close()
+        assert "Traceback" not in cli.stderr.read() and cli.wait(120) == 0
+    journal = "".join(path.read_text() for path in (tmp_path / "here").rglob("events/*.jsonl"))
+    assert '"finished"' in journal and '"succeeded"' in journal
+
+
 def test_a_url_that_is_none_is_exit_code_2() -> None:
     result = run_cli("runs", "--url", "ftp://x")
     assert result.exit_code == 2 and "not the URL" in result.stderr
@@ -168,14 +183,16 @@ def log_page(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_enough_is_no_error(server: ScriptedServer) -> None:
+def test_a_reader_that_goes_away_ends_a_command_by_a_code_of_its_own(
+    server: ScriptedServer,
+) -> None:
     server.script[f"/v1/runs/{RUN_ID}/logs"] = [reply(log_page(5000))]
     for flags in ([], ["--json"]):
         with process(server, "logs", RUN_ID, *flags) as cli:
             assert cli.stdout is not None and cli.stderr is not None
             assert "x" * 200 in cli.stdout.readline()
             cli.stdout.close()
-            assert cli.wait(60) == 0
+            assert cli.wait(60) == 141
             assert cli.stderr.read() == ""
 
 

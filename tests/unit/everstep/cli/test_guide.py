@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ def commands(group: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
             yield from commands(command, (*before, name))
 
 
+ROOT = Path(__file__).parents[4]
 ALL = dict(commands(typer.main.get_command(app)))
 LEAVES = {path: command for path, command in ALL.items() if not hasattr(command, "commands")}
 
@@ -47,3 +51,41 @@ def test_the_help_ends_with_an_example_that_the_command_takes(path: tuple[str, .
     example = shlex.split(last.removeprefix("Example: everstep "))
     assert last.startswith("Example: ") and tuple(example[: len(path)]) == path
     LEAVES[path].make_context(" ".join(path), example[len(path) :])  # raises what is not taken
+
+
+OTHERS = {"ray start", "torchrun", "tensorboard", "--shm-size"}
+"""Programs of others, and an option of several, that our messages name."""
+
+
+def texts_of(tree: ast.Module) -> Iterator[str]:
+    """Yield the texts of a module that are no docstrings, each joined with its inserted parts."""
+    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                each.value if isinstance(each, ast.Constant) else "X" for each in node.values
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in described
+        ):
+            yield node.value
+
+
+def test_every_option_that_a_message_names_exists() -> None:
+    options = {
+        name
+        for command in (typer.main.get_command(app), *ALL.values())
+        for option in command.params
+        for name in (*option.opts, *option.secondary_opts, "--help")
+    }
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for house in ("everstep", "service", "storage", "train_fn")
+        for path in sorted((ROOT / house).rglob("*.py"))
+        for text in texts_of(ast.parse(path.read_text()))
+        for name in re.findall(r"(?<=[ `])--[a-z][a-z-]+", text)
+        if " " in text and name not in options and not any(each in text for each in OTHERS)
+    ]
+    assert wrong == []
