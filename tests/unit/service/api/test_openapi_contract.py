@@ -1,12 +1,16 @@
-"""OpenAPI is complete, and what it says is frozen: a change of the API is a change of
-``openapi.json``, to be seen in review.
+"""OpenAPI is complete, and what it says is frozen in ``contract.txt``: a line for each operation,
+with a digest of all that the document says of it, and a digest of the whole. A change of the API is
+a change of that file, to be seen in review.
 
 ``python -m tests.unit.service.api.test_openapi_contract`` writes the file anew.
 """
 
 from __future__ import annotations
 
+import difflib
+import hashlib
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from service.process.app import create_app
 from storage.filesystem import open_storage
 from tests.support.api_service import OneNodeCluster
 
-FROZEN = Path(__file__).with_name("openapi.json")
+FROZEN = Path(__file__).with_name("contract.txt")
 OPEN = {"/healthz", "/readyz"}
 """Routes without a token."""
 
@@ -47,13 +51,61 @@ def operations() -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
-def test_the_contract_is_as_it_was_agreed() -> None:
-    now, agreed = described(), json.loads(FROZEN.read_text())
-    for part in ("paths", "components"):
-        assert now[part] == agreed[part], (
-            "a deliberate change? python -m tests.unit.service.api.test_openapi_contract"
+def digest_of(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def components_of(value: object, document: dict[str, Any]) -> dict[str, Any]:
+    """All components that a part of the document names, and those that these name, by reference."""
+    found: dict[str, Any] = {}
+    waiting = [value]
+    while waiting:
+        for reference in re.findall(r'"#/components/([^"]+)"', json.dumps(waiting.pop())):
+            if reference not in found:
+                kind, name = reference.split("/")
+                found[reference] = document["components"][kind][name]
+                waiting.append(found[reference])
+    return found
+
+
+def contract(document: dict[str, Any]) -> list[str]:
+    """The lines of ``contract.txt``."""
+    lines = [
+        " ".join(
+            (
+                f"{method.upper()} {path} {operation['operationId']}",
+                ",".join(sorted(operation["responses"])),
+                digest_of([operation, components_of(operation, document)]),
+            )
         )
-    assert now == agreed
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    return [*sorted(lines, key=lambda line: line.split()[1::-1]), f"whole {digest_of(document)}"]
+
+
+def differences(now: list[str], agreed: list[str]) -> str:
+    """The operations that differ, agreed (-) and now (+); "" if none does."""
+    lines = difflib.unified_diff(agreed, now, "agreed", "now", n=0, lineterm="")
+    return "\n".join(line for line in lines if not line.startswith("@@"))
+
+
+def test_the_contract_is_as_it_was_agreed() -> None:
+    differs = differences(contract(described()), FROZEN.read_text().splitlines())
+    assert not differs, (
+        f"the API differs from {FROZEN.name}:\n{differs}\n"
+        "a deliberate change? python -m tests.unit.service.api.test_openapi_contract"
+    )
+
+
+def test_a_change_of_a_shared_schema_names_each_operation_that_uses_it() -> None:
+    document = described()
+    before = contract(document)
+    document["components"]["schemas"]["Checkpoint"]["properties"]["step"]["type"] = "string"
+    differs = differences(contract(document), before)
+    assert "+GET /v1/runs/{run_id}/checkpoints " in differs  # an answer that holds a list of them
+    assert "/v1/tokens" not in differs
+    assert "+whole " in differs
 
 
 def test_everything_says_what_it_is() -> None:
@@ -100,4 +152,4 @@ def test_every_route_tells_its_answer_and_every_problem() -> None:
 
 
 if __name__ == "__main__":
-    FROZEN.write_text(json.dumps(described(), indent=1, sort_keys=True) + "\n")
+    FROZEN.write_text("\n".join(contract(described())) + "\n")
