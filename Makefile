@@ -72,7 +72,7 @@ hosts: $(STAMP)  ## The compose file's parts on hosts of their own (network name
 compose: $(STAMP)  ## docker-compose.yml on a Docker engine: what an operator does and fears (root where no engine runs yet)
 	$(PYTEST) tests/compose -m chaos -s $(ARGS)
 
-kubernetes: $(STAMP)  ## Manifests and node watcher against Kubernetes's own API server (built from Debian's source, ten minutes the first time)
+kubernetes: $(STAMP)  ## Manifests against Kubernetes's own API server (built from Debian's source, ten minutes the first time)
 	@scripts/get-kubernetes-tools.sh
 	@[ -n "$$KUBEBUILDER_ASSETS" ] || scripts/get-kubernetes-api-server.sh
 	$(PYTEST) tests/kubernetes -m chaos $(ARGS)

@@ -1,14 +1,16 @@
-"""Commands about the cluster: nodes, checks of a deployment, the node watcher for Kubernetes."""
+"""Commands about the cluster: nodes, and checks of a deployment."""
 
 from __future__ import annotations
 
-import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from everstep.cli.service import require_server
 from everstep.cli.terminal import Exit, Said, command, terminal
 from everstep.client.client import Client
 from everstep.doctor.findings import (
@@ -47,10 +49,23 @@ def uncordon(node: NodeArgument, reason: ReasonOption = None) -> Said:
 
 @command()
 def drain(
-    node: NodeArgument,
+    node: Annotated[
+        str | None,
+        typer.Argument(metavar="[NODE]", help="Id of the node, or a unique prefix."),
+    ] = None,
+    this_node: Annotated[
+        bool,
+        typer.Option(
+            "--this-node",
+            help="Drain the node of Ray on this machine, by Ray itself: for hooks that run before "
+            "a machine goes. Needs no service and no token of it.",
+        ),
+    ] = False,
     deadline: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="The node will be removed in this many seconds."),
+        typer.Option(
+            metavar="SECONDS", min=1, help="The node will be removed in this many seconds."
+        ),
     ] = None,
     reason: ReasonOption = None,
     wait: Annotated[
@@ -63,6 +78,10 @@ def drain(
     ] = False,
 ) -> Said:
     """Make ranks save, leave a node and move to other nodes, without losing a step."""
+    if this_node == (node is not None):
+        raise UsageError("drain needs either NODE, or --this-node on the machine of the node")
+    if node is None:
+        return _drain_this_node(deadline, reason, wait=wait)
     nodes = terminal().client().nodes
     drained = nodes.drain(nodes.find(node).id, deadline_s=deadline, reason=reason)
     if wait:
@@ -80,64 +99,55 @@ def _now(node: Node) -> Said:
     return Said(node, [f"{node.id} {printable(node.hostname)} is {node.state}{runs}"])
 
 
-# ---------------------------------------------------------------- node watcher
+# ---------------------------------------------------------------- this node
 
-# The command `node-watcher`: Kubernetes's notices as cordons and drains.
-
-
-@command(options=("url",))
-def node_watcher(
-    namespace: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Namespace of Ray's pods; by default this pod's own."),
-    ] = None,
-    selector: Annotated[
-        str, typer.Option(metavar="LABELS", help="Labels of Ray's pods, as kubectl -l takes them.")
-    ] = "ray.io/is-ray-node=yes",
-    leaving_taint: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="Key of a further taint that says that a node is about to go; KEY* names all "
-            "that begin so. May be repeated.",
-        ),
-    ] = None,
-    api: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Kubernetes's API; by default as this pod has it."),
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Token for --api, read anew each time.")
-    ] = None,
-    ca_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Certificate of the authority of --api.")
-    ] = None,
-) -> None:
-    """Cordon and drain Ray's nodes as Kubernetes announces of its own: cordons, taints, evictions,
-    spot notices. Runs until it is stopped."""
-    from everstep.kubernetes.api import ACCOUNT, Access, KubernetesApi
-    from everstep.kubernetes.watcher import LEAVING, NodeWatcher
-
-    access = Access(api.rstrip("/"), token_file, ca_file) if api else Access.of_pod()
-    watcher = NodeWatcher(
-        terminal().client(),
-        KubernetesApi(access),
-        namespace or _own_namespace(ACCOUNT / "namespace"),
-        selector,
-        keys=(*LEAVING, *(leaving_taint or ())),
-        say=terminal().line,
-    )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: watcher.stop())
-    terminal().line("watching Kubernetes's nodes")
-    watcher.run()
+# `everstep drain --this-node`. A node has Ray's token. It has none of the service, since users'
+# code on the node could read it.
 
 
-def _own_namespace(file: Path) -> str:
+def _drain_this_node(deadline_s: float | None, reason: str | None, *, wait: bool) -> Said:
+    """Have Ray announce that the node on this machine goes; ranks then leave it by themselves.
+
+    Raises UsageError if this machine has none or several, Unavailable if Ray does not accept it,
+    WaitTimeout if ranks are still there at the deadline.
+    """
+    require_server()
+    import psutil
+
+    began = time.monotonic()
+    raylets = [each for each in psutil.process_iter(["name"]) if each.info["name"] == "raylet"]
+    if len(raylets) != 1:
+        raise UsageError(
+            f"{len(raylets)} nodes of Ray run on this machine, and --this-node is for one; drain "
+            "a node by its id from `everstep cluster`: everstep drain NODE"
+        )
+    words_of = raylets[0].cmdline()
+    given = dict(word.lstrip("-").split("=", 1) for word in words_of if "=" in word)
+    node_id, address = given["node_id"], given["gcs-address"]
+    order = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node_id]
+    order += ["--address", address, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+    order += ["--reason-message", reason or "everstep drain --this-node"]
+    if deadline_s is not None:
+        order += ["--deadline-remaining-seconds", str(int(deadline_s))]
     try:
-        return file.read_text().strip()
-    except OSError as exc:
-        raise UsageError("this is no pod of Kubernetes; give --namespace NAME") from exc
+        done = subprocess.run(
+            order, capture_output=True, text=True, timeout=deadline_s or 60.0, check=False
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise Unavailable(f"Ray's head at {address} does not respond; is it there?") from exc
+    if done.returncode:
+        raise Unavailable(f"Ray does not drain node {node_id}: {done.stderr.strip()[-500:]}")
+    if wait:
+        try:
+            # Ray ends a draining node once nothing runs on it.
+            left_s = None if deadline_s is None else max(0.1, began + deadline_s - time.monotonic())
+            raylets[0].wait(left_s)
+        except psutil.TimeoutExpired as exc:
+            raise WaitTimeout(
+                f"node {node_id} is not drained after {deadline_s:g} s; its ranks are still there"
+            ) from exc
+    state = "DRAINED" if wait else "DRAINING"
+    return Said({"id": node_id, "state": state}, [f"{node_id} is {state}"])
 
 
 # ---------------------------------------------------------------- doctor

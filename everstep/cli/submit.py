@@ -141,7 +141,7 @@ GROUPS = {
     "Watch": "show metrics events compare open tensorboard",
     "Explain": "stacks stragglers goodput profile drill replay",
     "Data and checkpoints": "samples checkpoints verify",
-    "Cluster": "cluster doctor cordon uncordon drain node-watcher",
+    "Cluster": "cluster doctor cordon uncordon drain",
     "Team": "login logout context project token session alerts audit",
     "Service": "storage backup restore",
 }
@@ -195,7 +195,6 @@ EXAMPLES = {
     "cordon": "53e5fe4c",
     "uncordon": "53e5fe4c",
     "drain": "53e5fe4c",
-    "node-watcher": "",
     "login": "https://everstep.example.org",
     "logout": "",
     "context": "",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.hosts import clock
 from tests.hosts.compose_file import REPOSITORY, is_possible
@@ -26,11 +27,23 @@ from tests.hosts.host import Host
 from tests.hosts.trial import NUM_WORKERS, Trial, host_of
 from tests.support.service_process import ASK_S, wait_for
 
+RAY_CLUSTER = REPOSITORY / "deploy/kuberay/raycluster.yaml"
+
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not is_possible(), reason="network namespaces need root on Linux"),
 ]
+
+
+def pre_stop_command() -> list[str]:
+    """What a worker's pod runs before it ends."""
+    [cluster] = [
+        each for each in yaml.safe_load_all(RAY_CLUSTER.read_text()) if each["kind"] == "RayCluster"
+    ]
+    [worker] = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    command: list[str] = worker["lifecycle"]["preStop"]["exec"]["command"]
+    return command
 
 
 def start_again(hosts: Deployment, names: Iterable[str], change: Callable[[Host], None]) -> None:
@@ -165,6 +178,22 @@ def test_the_head_is_lost(state: str, whole: Deployment) -> None:
         head.start()
     record = trial.finish()
     assert record["submissions"] >= 2 and record["steps_lost"] <= 2 * 50
+
+
+def test_the_hook_of_a_pod_hands_its_ranks_over_before_the_pod_ends(whole: Deployment) -> None:
+    """By the command of the manifests, in a worker's host. SIGTERM follows, as Kubernetes sends it,
+    when Ray's node is gone already."""
+    trial = Trial.begun(whole, "hook", 90)
+    host = whole.hosts[host_of(trial, 1)]
+    done = host.run(pre_stop_command(), timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_for(lambda: len(trial.run.attempts()) > 1, 60, "the second attempt", every_s=ASK_S)
+    assert host.cable.ip not in {each.node_ip for each in trial.run.attempts()[1].workers}
+    host.stop(60)
+    host.start()
+    record = trial.finish()
+    assert (record["steps_lost"], record["submissions"]) == (0, 1)
+    assert record["failures"][0]["verdict"] == "preemption"
 
 
 def test_service_and_workers_are_replaced_one_after_the_other(

@@ -24,13 +24,7 @@ from tests.support.service_process import free_port, wait_for
 
 PROGRAMS = ("etcd", "kube-apiserver")
 START_S = 120.0
-CLUSTER_WIDE = {
-    "Namespace",
-    "Node",
-    "ClusterRole",
-    "ClusterRoleBinding",
-    "CustomResourceDefinition",
-}
+CLUSTER_WIDE = {"Namespace", "CustomResourceDefinition"}
 
 
 def assets() -> Path:
@@ -82,7 +76,7 @@ class ApiServer:
         self._end()
 
     def start(self) -> None:
-        """Start the API server on what etcd has, and wait until it is ready."""
+        """Start the API server, and wait until it is ready."""
         key = self.base / "accounts.key"
         if not key.exists():
             generate = ["openssl", "genrsa", "-out", str(key), "2048"]
@@ -105,20 +99,6 @@ class ApiServer:
         )
         wait_for(self._is_ready, START_S, "the API server", every_s=0.3)
 
-    def kill(self) -> None:
-        """Take the API server away at once; etcd keeps what it has."""
-        process = self._processes.pop("kube-apiserver")
-        process.kill()
-        process.wait(30)
-
-    def compact(self) -> None:
-        """Let etcd forget every version before the present one, as Kubernetes does after five
-        minutes."""
-        [version] = [self.get("/api/v1/nodes")["metadata"]["resourceVersion"]]
-        httpx.post(
-            f"{self._etcd}/v3/kv/compaction", json={"revision": version, "physical": True}
-        ).raise_for_status()
-
     def version(self) -> tuple[int, int]:
         """Return (major, minor) of Kubernetes."""
         found = self.get("/version")
@@ -135,9 +115,6 @@ class ApiServer:
         metadata = {key: each for key, each in manifest["metadata"].items() if key != "namespace"}
         sent = {**manifest, "metadata": metadata}
         return self.call("POST", f"{path}?fieldValidation=Strict", sent)
-
-    def patch(self, path: str, change: dict[str, Any]) -> dict[str, Any]:
-        return self.call("PATCH", path, change, "application/merge-patch+json")
 
     def collection(self, manifest: Manifest, namespace: str) -> str:
         """Return the path of the collection of a manifest's kind, as the server itself names it."""
@@ -163,12 +140,6 @@ class ApiServer:
             raise Refused(response.status_code, response.text[:2000])
         found: dict[str, Any] = response.json()
         return found
-
-    def account_token(self, namespace: str, account: str) -> str:
-        """Return a token of a service account, as a pod gets it."""
-        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
-        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
-        return str(self.call("POST", path, body)["status"]["token"])
 
     def http(self, token: str) -> httpx.Client:
         """Return a client with a token. Raises OSError before the server has a certificate."""

@@ -50,6 +50,7 @@ CONTAINER = closed(
             "ports",
             "resources",
             "volumeMounts",
+            "lifecycle",
             "livenessProbe",
             "readinessProbe",
             "startupProbe",
@@ -194,15 +195,27 @@ def test_pods_run_as_the_user_of_the_image() -> None:
         assert [each["securityContext"]["runAsUser"] for each in pod["containers"]] == [int(user)]
 
 
-def test_a_node_has_time_to_drain_and_gets_the_signal_itself() -> None:
+def test_a_node_drains_before_its_pod_ends_and_once_more_on_its_signal() -> None:
     for group in of_kind("RayCluster")["everstep"]["spec"]["workerGroupSpecs"]:
         pod = group["template"]["spec"]
+        [container] = pod["containers"]
+        hook = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert hook[:3] == ["everstep", "drain", "--this-node"] and "--wait" in hook
+        hook_s = int(hook[hook.index("--deadline") + 1])
         drain_s = int(environment(pod)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-        assert 0 < drain_s < pod["terminationGracePeriodSeconds"] - 20
-        assert "exec $KUBERAY_GEN_RAY_START_CMD" in pod["containers"][0]["args"][0]
+        assert min(hook_s, drain_s) > 0
+        assert hook_s + drain_s <= pod["terminationGracePeriodSeconds"] - 20
+        assert "exec $KUBERAY_GEN_RAY_START_CMD" in container["args"][0]
         assert group["template"]["metadata"]["annotations"] == {
             "ray.io/overwrite-container-cmd": "true"
         }
+
+
+def test_no_pod_has_a_token_of_the_service_or_rights_at_kubernetes_s_api() -> None:
+    kinds = {each["kind"] for each in manifests()}
+    assert not {kind for kind in kinds if "Role" in kind or kind == "ServiceAccount"}
+    for pod in pods():
+        assert "EVERSTEP_TOKEN" not in environment(pod) and "serviceAccountName" not in pod
 
 
 def test_only_the_service_gets_at_the_database_and_the_head_runs_no_ranks() -> None:
@@ -229,22 +242,6 @@ def test_the_service_s_variables_are_those_of_the_compose_file() -> None:
     wanted = {name for name in compose["environment"] if not name.startswith("AWS_")}
     # the image says so for compose
     assert {each["name"] for each in service()["env"]} - {"RAY_AUTH_MODE"} == wanted
-
-
-def test_the_watcher_may_read_nodes_and_pods_and_nothing_else() -> None:
-    rules = [
-        rule
-        for kind in ("ClusterRole", "Role")
-        for role in of_kind(kind).values()
-        for rule in role["rules"]
-    ]
-    verbs = ["list", "watch"]
-    assert rules == [
-        {"apiGroups": [""], "resources": ["nodes"], "verbs": verbs},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": verbs},
-    ]
-    accounts = {pod.get("serviceAccountName") for pod in pods()} - {None}
-    assert accounts == of_kind("ServiceAccount").keys() == {"everstep-node-watcher"}
 
 
 def test_the_service_understands_its_arguments_and_every_variable(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,3 +208,25 @@ def test_control_c_leaves_the_run_and_says_so(server: ScriptedServer) -> None:
         output = cli.stderr.read()
     assert f"everstep cancel {RUN_ID}" in output and "Traceback" not in output
     assert all(request.method == "GET" for request in server.requests)
+
+
+# ---------------------------------------------------------------- drain
+
+
+@pytest.mark.parametrize("words", [["drain"], ["drain", "3f2a", "--this-node"]])
+def test_a_drain_of_no_node_or_of_two_is_exit_code_2(words: list[str]) -> None:
+    result = run_cli(*words)
+    assert result.exit_code == 2 and "either NODE, or --this-node" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("raylets", "named"),
+    [(["raylet", "raylet"], "2 nodes of Ray"), (["python"], "0 nodes of Ray")],
+)
+def test_a_machine_that_is_not_one_node_is_not_drained(
+    monkeypatch: pytest.MonkeyPatch, raylets: list[str], named: str
+) -> None:
+    found = [SimpleNamespace(info={"name": name}) for name in raylets]
+    monkeypatch.setattr("psutil.process_iter", lambda _names: found)
+    result = run_cli("drain", "--this-node")
+    assert result.exit_code == 2 and named in result.stderr
