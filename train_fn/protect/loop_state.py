@@ -221,7 +221,7 @@ class LoopState(RunState):
             ),
             **{
                 f"the state of the optimizer{name and ' ' + name}": tree_digest(
-                    optimizer.state_dict()["state"]
+                    optimizer.state_dict()["state"], f"optimizer{name and '/' + name}/state"
                 )
                 for name, optimizer in parts.optimizers.items()
             },
@@ -281,7 +281,9 @@ class LoopState(RunState):
             },
             "loaders": loaders,
             "optimizer": {
-                name: packer.packed(of_optimizer(name)) if packs else of_optimizer(name)
+                name: packer.packed(of_optimizer(name), self.parts.optimizers[name])
+                if packs
+                else of_optimizer(name)
                 for name, packer in self._packers.items()
             },
             "scaler": {},
@@ -318,7 +320,7 @@ class LoopState(RunState):
             if self.piece is not None:
                 saved = whole_optimizer(name, optimizer, saved, shards)
             optimizer.load_state_dict(saved)
-            match_layout(optimizer)
+            match_layout(optimizer, saved.get("strides"))
         kept = {**state["task"]["parts"], **state["loaders"]}
         is_begun = state["step"] > 0
         for name, part in self.parts.others.items():

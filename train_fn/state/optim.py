@@ -128,17 +128,79 @@ def drop_gradients(
             parameter.grad = None
 
 
-def match_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Give optimizer tensors the memory layout of their parameters, since fused kernels read both
-    as plain memory."""
-    for parameter, values in optimizer.state.items():
-        for name, value in values.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
-                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+def with_strides(
+    state: dict[str, Any], optimizer: torch.optim.Optimizer | Optimizers
+) -> dict[str, Any]:
+    """Return the optimizer's ``state_dict`` with the strides of tensors that ``match_layout`` could
+    not know. Files and messages hold no strides, and sums over other strides have other bits.
+
+    Returns:
+        ``state``, with an entry ``strides`` (place of the tensor -> its strides) if there are such
+        tensors. Raise BadTask if one of them cannot be given its strides again.
+    """
+    strides = {}
+    for place, parameter, holder, _, value in _tensors_in(optimizer):
+        if value.stride() == _usual(value, parameter):
+            continue
+        if torch.empty_like(value, device="meta").stride() == value.stride():  # it has no gaps
+            if isinstance(holder, tuple):
+                raise BadTask(
+                    f"the optimizer keeps the tensor {place} with strides {value.stride()} in a "
+                    "tuple, which cannot be restored. Keep it in a list, or make it contiguous"
+                )
+            strides[place] = list(value.stride())
+    return {**state, "strides": strides} if strides else state
+
+
+def match_layout(
+    optimizer: torch.optim.Optimizer | Optimizers,
+    strides: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Give optimizer tensors the strides that they had when they were saved, by default those of
+    their parameters: fused kernels read both as plain memory.
+
+    Args:
+        strides: as ``with_strides`` returned them.
+    """
+    for place, parameter, holder, key, value in _tensors_in(optimizer):
+        wanted = tuple((strides or {}).get(place, _usual(value, parameter)))
+        if value.stride() != wanted and not isinstance(holder, tuple):
+            like = torch.empty_strided(value.shape, wanted, dtype=value.dtype, device=value.device)
+            holder[key] = like.copy_(value)
+
+
+def _usual(value: torch.Tensor, parameter: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the strides of a tensor of a parameter's state that need no entry."""
+    if parameter is not None and value.shape == parameter.shape:
+        return parameter.stride()
+    return value.stride() if value.is_contiguous() else value.new_empty(value.shape).stride()
+
+
+def _tensors_in(
+    optimizer: torch.optim.Optimizer | Optimizers,
+) -> Iterator[tuple[str, torch.Tensor | None, Any, Any, torch.Tensor]]:
+    """Yield each tensor of the state: its place as text, the parameter to which it belongs, what
+    holds it under which key, and the tensor. An optimizer may hold some that belong to none."""
+    first = 0
+    for name, each in each_of(optimizer).items():
+        parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+        numbers = {id(parameter): first + at for at, parameter in enumerate(parameters)}
+        first += len(parameters)
+        for owner in each.state:
+            number = numbers.get(id(owner))
+            place = f"{name}/{owner}" if number is None else str(number)
+            for path, holder, key, value in _held(each.state, owner, place):
+                yield path, owner if number is not None else None, holder, key, value
+
+
+def _held(holder: Any, key: Any, path: str) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
+    value = holder[key]
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield path, holder, key, value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value if isinstance(value, dict) else range(len(value)):
+            yield from _held(value, inner, f"{path}/{inner}")
 
 
 # ---------------------------------------------------------------- optimizers
@@ -171,12 +233,13 @@ class Optimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all optimizers as that of one. Tensors are live."""
-        state: dict[int, Any] = {}
+        state: dict[int | str, Any] = {}
         groups: list[dict[str, Any]] = []
         first = 0
         for name, optimizer in self.by_name.items():
             own = optimizer.state_dict()
-            state |= {first + number: values for number, values in own["state"].items()}
+            for key, values in own["state"].items():
+                state[first + key if isinstance(key, int) else f"{name}/{key}"] = values
             for group in own["param_groups"]:
                 numbers = [first + number for number in group["params"]]
                 groups.append({**group, "params": numbers, _NAME: name})
@@ -195,17 +258,19 @@ class Optimizers:
                 "same, in the same order, or start a new run"
             )
         groups, first = iter(state["param_groups"]), 0
-        for optimizer in self.by_name.values():
+        for name, optimizer in self.by_name.items():
             its = [dict(each) for each in itertools.islice(groups, len(optimizer.param_groups))]
             size = sum(len(group["params"]) for group in its)
             for group in its:
                 del group[_NAME]
                 group["params"] = [number - first for number in group["params"]]
-            values = {
-                number - first: each
-                for number, each in state["state"].items()
-                if first <= number < first + size
-            }
+            values = {}
+            for key, each in state["state"].items():
+                if isinstance(key, str):
+                    if key.startswith(f"{name}/"):
+                        values[key.removeprefix(f"{name}/")] = each
+                elif first <= key < first + size:
+                    values[key - first] = each
             optimizer.load_state_dict({"state": values, "param_groups": its})
             first += size
 
@@ -305,9 +370,15 @@ class Packer:
 
     def __init__(self) -> None:
         self._flat: _Flat | None = None
+        self._strides: dict[str, Any] = {}
 
-    def packed(self, state: dict[str, Any]) -> dict[str, Any]:
+    def packed(
+        self, state: dict[str, Any], optimizer: torch.optim.Optimizer | Optimizers | None = None
+    ) -> dict[str, Any]:
         """Return the optimizer's ``state_dict`` with its current values packed.
+
+        Args:
+            optimizer: whose state this is, if ``with_strides`` is to add to it.
 
         Returns:
             ``state`` unchanged if it cannot be packed. Otherwise its entry ``state`` is replaced by
@@ -315,9 +386,12 @@ class Packer:
             with the values of all parameters in sequence) and ``shapes`` (for each name, the shapes
             as JSON). The next call overwrites ``values``.
         """
-        columns = _columns(state["state"])
+        columns = _columns(state.get("state", {}))
         if self._flat is None or not self._flat.is_of(columns):
             self._flat = _Flat(columns) if _are_alike(columns) else None
+            self._strides = with_strides({}, optimizer) if optimizer is not None else {}
+        if self._strides:
+            state = {**state, **self._strides}
         if self._flat is None:
             return state
         flat = {
@@ -385,6 +459,8 @@ def unpacked(state: dict[str, Any]) -> dict[str, Any]:
 def _columns(values: dict[Any, dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the values of all parameters by name; empty if the parameters' names differ."""
     rows = list(values.values())
+    if not all(isinstance(row, dict) for row in rows):
+        return {}
     names = list(rows[0]) if rows else []
     if any(list(row) != names for row in rows):
         return {}

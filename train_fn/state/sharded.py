@@ -118,6 +118,8 @@ def apart(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
         kept: dict[Any, dict[str, Any]] = {}
         for number, values in optimizer["state"].items():
             kept[number] = {}
+            if not isinstance(values, dict):
+                raise BadTask(_unlike(number, "belongs to no weight"))
             for key, value in values.items():
                 if isinstance(value, DTensor):
                     name = f"{MOMENT}{at}/{number}/{key}"
@@ -462,6 +464,8 @@ class OptimizerShards(Shards):
         weights = [each for group in optimizer.param_groups for each in group["params"]]
         kept: dict[Any, dict[str, Any]] = {}
         for number, values in state["optimizer"]["state"].items():
+            if not isinstance(values, dict):
+                raise BadTask(_unlike(number, "belongs to no weight"))
             weight, kept[number] = weights[number], {}
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.shape == self._own(weight).shape:

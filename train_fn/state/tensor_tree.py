@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from train_fn.errors import BadTask
 from train_fn.step.fingerprints import word_sum
@@ -145,13 +147,22 @@ def _kept(tree: Any, reuse: Any, place: Place) -> Any:
     try:
         return _laid_out(tree, reuse, place)
     except _Unkept as exc:
-        raise BadTask(
-            f"the training state cannot be kept: {exc.path} is a "
-            f"{exc.kind.__module__}.{exc.kind.__qualname__}, which no "
-            "checkpoint that loads with weights_only=True may hold. Let state_dict() of the "
-            "model, optimizer or task give tensors, "
-            "numbers, strings, lists and dicts in its place"
-        ) from None
+        raise _unkept(exc.path, exc.kind) from None
+
+
+def _unkept(path: str, kind: type) -> BadTask:
+    return BadTask(
+        f"the training state cannot be kept: {path} is a {kind.__module__}.{kind.__qualname__}, "
+        "which no checkpoint that loads with weights_only=True may hold. Let state_dict() of the "
+        "model, optimizer or task give tensors, numbers, strings, lists and dicts in its place"
+    )
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is made of others, as quantized moments are: its bytes are not all of
+    it. DTensors are kept in pieces."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return not plain and is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
 
 
 class _Unkept(Exception):
@@ -170,6 +181,8 @@ def _laid_out(tree: Any, reuse: Any, place: Place) -> Any:
     """Return ``tree`` with plain values of its own, and with what ``place`` returns for each
     tensor."""
     if isinstance(tree, torch.Tensor):
+        if _is_wrapper(tree):
+            raise _Unkept(type(tree))
         return place(tree, reuse)
     if isinstance(tree, dict):
         if _FIXED.issuperset(map(type, tree.values())) and _FIXED.issuperset(map(type, tree)):
@@ -368,17 +381,22 @@ def digest(state: dict[str, Any]) -> str:
     return hashed.hexdigest()
 
 
-def tree_digest(tree: Any) -> str:
-    """Return a digest of nested plain values and tensors."""
-    return hashlib.sha256(_text(tree, "")).hexdigest()
+def tree_digest(tree: Any, name: str = "") -> str:
+    """Return a digest of nested plain values and tensors. ``name`` is for errors. Raise BadTask for
+    a tensor that no state can hold."""
+    return hashlib.sha256(_text(tree, name)).hexdigest()
 
 
 def _text(tree: Any, name: str) -> bytes:
-    return "".join(f"{path} {_leaf_text(leaf)}\n" for path, leaf in leaves(tree, name)).encode()
+    return "".join(
+        f"{path} {_leaf_text(leaf, path)}\n" for path, leaf in leaves(tree, name)
+    ).encode()
 
 
-def _leaf_text(leaf: Any) -> str:
+def _leaf_text(leaf: Any, path: str) -> str:
     if isinstance(leaf, torch.Tensor):
+        if _is_wrapper(leaf):
+            raise _unkept(path, type(leaf))
         return str(word_sum(leaf))
     return repr(sorted(map(repr, leaf))) if isinstance(leaf, set) else repr(leaf)
 

@@ -16,7 +16,7 @@ from train_fn.errors import BadTask, NothingTrained
 from train_fn.samples.ledger import Bookmarks, Chain
 from train_fn.samples.sampler import Sampler
 from train_fn.state.contents import Contents, FrozenPart, few, other_base, require_same_data
-from train_fn.state.optim import Ema, Optimizers, Packer, each_of, match_layout, unpacked
+from train_fn.state.optim import Ema, Optimizers, Packer, match_layout, unpacked, with_strides
 from train_fn.state.pieces import weights_in
 from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
@@ -140,7 +140,12 @@ class TrainState(RunState):
             model, ema = self.frozen.without(model), ema and self.frozen.without(ema)
         optimizer = self.optimizer.state_dict()
         chain = self.chain.enter()  # before the tail, whose points it completes
-        packs = packed and self.shards is None
+        if self.shards is None:
+            optimizer = (
+                self._packer.packed(optimizer, self.optimizer)
+                if packed
+                else with_strides(optimizer, self.optimizer)
+            )
         state = {
             **self.counters(self.k),
             "hook_due": self.hook_due,
@@ -152,7 +157,7 @@ class TrainState(RunState):
             "modes": self._modes.state_dict(),
             "unsaved": self.unsaved(),
             "task": self.task,
-            "optimizer": self._packer.packed(optimizer) if packs else optimizer,
+            "optimizer": optimizer,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped.state_dict(),
@@ -212,10 +217,9 @@ class TrainState(RunState):
             # Optimizer.load_state_dict keeps references to the tensors that it is given.
             saved = owned(state["optimizer"]) if gives_memory else copy_to_cpu(state["optimizer"])
             self.optimizer.load_state_dict(unpacked(saved))
+            match_layout(self.optimizer, saved.get("strides"))
         self._modes.load_state_dict(state.get("modes", {}))
         self._load_unsaved(state.get("unsaved", {}))
-        for optimizer in each_of(self.optimizer).values():
-            match_layout(optimizer)
         if self.scheduler is not None and state.get("scheduler") is not None:
             kept = copy_to_cpu(state["scheduler"])
             self.scheduler.load_state_dict(of_own_types(kept, self.scheduler.state_dict()))

@@ -6,11 +6,15 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from everstep.spec.sections import (
     AdamSpec,
@@ -25,7 +29,16 @@ from everstep.spec.sections import (
 from train_fn.checks.trained import LearningRates
 from train_fn.errors import BadTask
 from train_fn.state import optim
-from train_fn.state.optim import Packer, build_optimizer, drop_gradients, lr_factor, unpacked
+from train_fn.state.optim import (
+    Optimizers,
+    Packer,
+    build_optimizer,
+    drop_gradients,
+    lr_factor,
+    match_layout,
+    unpacked,
+)
+from train_fn.state.tensor_tree import copy_to_cpu, tree_digest
 
 pytestmark = pytest.mark.own_process
 
@@ -353,3 +366,82 @@ def test_what_an_optimizer_keeps_beside_its_values_stays() -> None:
     state = trained(KINDS["adamw"]).state_dict() | {"own": {"rounds": 3}}
     made = packed(state)
     assert made["own"] == {"rounds": 3} and unpacked(made)["own"] == {"rounds": 3}
+
+
+class Odd(torch.optim.Optimizer):
+    """An optimizer of somebody else, whose state may be anything."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(1, 3), max_size=3))
+    order = draw(st.permutations(range(len(shape))))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bfloat16]))
+    whole = torch.arange(1, math.prod(shape) + 1).to(dtype).reshape([shape[at] for at in order])
+    return whole.permute([order.index(at) for at in range(len(shape))])
+
+
+VALUES = st.recursive(
+    strided() | st.integers(-5, 5) | st.booleans() | st.none() | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+STATES = st.lists(st.dictionaries(st.sampled_from(["step", "m", "Q"]), VALUES), max_size=3)
+
+
+def described(value: Any) -> Any:
+    """What must be equal of a value, with the type, the strides and the bits of tensors."""
+    if isinstance(value, torch.Tensor):
+        strides = [step for step, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+        return str(value.dtype), strides, value.tolist()
+    if isinstance(value, dict):
+        return {key: described(each) for key, each in value.items()}
+    return [described(each) for each in value] if isinstance(value, list) else (type(value), value)
+
+
+@given(states=STATES, beside=st.dictionaries(st.sampled_from(["k", "total_step"]), VALUES))
+@example(states=[{"m": torch.ones(2, 3).T}], beside={"k": torch.tensor(7), "total_step": 3})
+@example(states=[{"Q": [torch.ones(2, 2, 2).permute(2, 0, 1)]}], beside={})
+@pytest.mark.parametrize("several", [False, True])
+def test_a_state_comes_back_as_from_torch_s_own_save_and_load(
+    several: bool, states: list[dict[str, Any]], beside: dict[str, Any]
+) -> None:
+    def made() -> tuple[Odd, Any]:
+        odd = Odd([nn.Parameter(torch.ones(2, 3)) for _ in range(3)])
+        other = torch.optim.SGD([nn.Parameter(torch.ones(2))], momentum=0.9)
+        return odd, Optimizers({"sgd": other, "odd": odd}) if several else odd
+
+    odd, optimizer = made()
+    odd.state.update(zip(odd.param_groups[0]["params"], states, strict=False))
+    odd.state.update(beside)
+    by_torch, _ = made()
+    saved = io.BytesIO()
+    torch.save(odd.state_dict(), saved)
+    saved.seek(0)
+    by_torch.load_state_dict(torch.load(saved, weights_only=True))
+
+    kept = copy_to_cpu(Packer().packed(optimizer.state_dict(), optimizer))
+    again, whole = made()
+    whole.load_state_dict(unpacked(copy.deepcopy(kept)))
+    match_layout(whole, kept.get("strides"))
+    assert described(again.state_dict()) == described(by_torch.state_dict())
+
+
+def test_a_tensor_that_cannot_be_laid_out_again_is_named() -> None:
+    odd = Odd([nn.Parameter(torch.ones(2, 3))])
+    odd.state[odd.param_groups[0]["params"][0]] = {"Q": (torch.ones(2, 3).T,)}
+    with pytest.raises(BadTask, match=r"0/Q/0 with strides .* Keep it in a list"):
+        Packer().packed(odd.state_dict(), odd)
+
+
+@pytest.mark.parametrize("use", [copy_to_cpu, tree_digest])
+def test_a_tensor_that_is_made_of_others_is_named(use: Callable[[Any], object]) -> None:
+    """As the moments of an 8-bit optimizer are: saved as plain tensors they would be others."""
+    state = {"state": {0: {"exp_avg": TwoTensor(torch.ones(4), torch.zeros(4))}}}
+    with pytest.raises(BadTask, match=r"state/0/exp_avg is a .*TwoTensor"):
+        use(state)
