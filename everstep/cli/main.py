@@ -102,8 +102,6 @@ app.add_typer(admin.alerts, name="alerts")
 app.command()(admin.audit)
 app.add_typer(service.storage, name="storage")
 app.command()(cluster.doctor)
-app.command()(service.backup)
-app.command()(service.restore)
 app.command()(service.demo)
 
 

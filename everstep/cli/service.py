@@ -1,4 +1,4 @@
-"""Commands for a service of one's own: start and stop it, its storage, its backups."""
+"""Commands for a service of one's own: start and stop it, its storage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -195,93 +194,6 @@ def demo(
     if url is None:
         require_server()
     raise typer.Exit(run_demo(terminal(), url=url, keep=keep, out=out))
-
-
-# ---------------------------------------------------------------- backup
-
-# `everstep backup` and `everstep restore`: copy a service's database and storage, on its own
-# machine.
-
-BACKUP_MODULE = "service.annexes.backup"
-DirectoryArgument = Annotated[
-    Path, typer.Argument(metavar="DIRECTORY", help="Directory of the backup.")
-]
-DatabaseOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help=(
-            "Same as for `serve`; default EVERSTEP_DATABASE, EVERSTEP_DATABASE_FILE, or SQLite in "
-            "EVERSTEP_HOME."
-        ),
-    ),
-]
-StorageOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URI",
-        help="Same as for `serve`; default EVERSTEP_STORAGE, or in EVERSTEP_HOME.",
-    ),
-]
-
-
-@command(options=("json_",))
-def backup(
-    directory: DirectoryArgument,
-    database: DatabaseOption = None,
-    storage: StorageOption = None,
-    database_only: Annotated[
-        bool,
-        typer.Option("--database-only", help="Leave out the storage, for example an object store."),
-    ] = False,
-    follow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=(
-                "Also copy this directory of the storage (runs, code) if you made it a link. "
-                "Repeatable."
-            ),
-        ),
-    ] = None,
-) -> None:
-    """Copy database and storage to a new directory. Run it on the service's machine; the service
-    may keep running."""
-    only = ["--database-only"] if database_only else []
-    _run(
-        "create",
-        directory,
-        database,
-        storage,
-        [*only, *(text for name in follow or () for text in ("--follow", name))],
-    )
-
-
-@command(options=("json_",))
-def restore(
-    directory: DirectoryArgument,
-    database: DatabaseOption = None,
-    storage: StorageOption = None,
-) -> None:
-    """Restore a backup into an empty EVERSTEP_HOME (or --database and --storage), before `everstep
-    serve` is started there."""
-    _run("restore", directory, database, storage, [])
-
-
-def _run(
-    what: str, directory: Path, database: str | None, storage: str | None, options: list[str]
-) -> None:
-    require_server()
-    if not _exists(BACKUP_MODULE):
-        message = f"this installation does not have backups ({BACKUP_MODULE} is missing)"
-        raise terminal().fail(message, Exit.USAGE, {"code": "not_found"})
-    given = {"--database": database, "--storage": storage}
-    arguments = [
-        text for name, value in given.items() if value is not None for text in (name, value)
-    ]
-    options += ["--json"] if terminal().as_json else []
-    program = [sys.executable, "-m", BACKUP_MODULE, what, str(directory), *arguments, *options]
-    os.execv(sys.executable, program)
 
 
 # ---------------------------------------------------------------- storage

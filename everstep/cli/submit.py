@@ -143,7 +143,7 @@ GROUPS = {
     "Data and checkpoints": "samples checkpoints verify",
     "Cluster": "cluster doctor cordon uncordon drain",
     "Team": "login logout context project token session alerts audit",
-    "Service": "storage backup restore",
+    "Service": "storage",
 }
 """Commands by group, in the order in which they are shown."""
 
@@ -220,8 +220,6 @@ EXAMPLES = {
     "storage": "show",
     "storage show": "",
     "storage adopt": "",
-    "backup": "/backup/2026-06-01",
-    "restore": "/backup/2026-06-01",
 }
 """What follows ``everstep COMMAND`` in the example at the end of its help."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
@@ -91,22 +91,19 @@ class OptionsModel(BaseModel):
         cls,
         environ: Mapping[str, str],
         flags: Mapping[str, FlagValue] | None = None,
-        only: Collection[str] | None = None,
     ) -> Self:
         """Return the options that ``flags`` set, else the environment, else the defaults.
 
         Args:
             environ: A blank variable counts as not set.
             flags: Field name -> value of its flag, without those that were not given.
-            only: Fields to read; None reads all.
 
         Raises SettingsError for a wrong value, and for an empty flag.
         """
         values: dict[str, FlagValue] = {}
         sources: dict[str, str] = {}
         options = options_of(cls)
-        for name in options if only is None else only:
-            option = options[name]
+        for name, option in options.items():
             text = environ.get(option.variable, "")
             path = environ.get(option.file, "").strip()
             if flags and name in flags:

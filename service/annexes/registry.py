@@ -7,7 +7,6 @@ from typing import Final
 from service.annex import Annex
 from service.annexes.access import ACCESS
 from service.annexes.alerts import ALERTS
-from service.annexes.backup import BACKUP
 from service.annexes.drills import DRILLS
 from service.annexes.nodes import NODES
 from service.annexes.ray_dashboard import RAY_DASHBOARD
@@ -20,6 +19,5 @@ ANNEXES: Final[tuple[Annex, ...]] = (
     DRILLS,
     NODES,
     ALERTS,
-    BACKUP,
 )
 """Where several fill one place of a page, they follow each other in this order."""

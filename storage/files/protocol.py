@@ -62,9 +62,7 @@ class _Reader(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def open_regular(
-    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_fd: int | None = None
-) -> int:
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Return a descriptor of a regular file, without waiting. It is an ``opener`` for ``open``,
     too.
 
@@ -75,7 +73,6 @@ def open_regular(
             path,
             flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC,
             0o644,
-            dir_fd=dir_fd,
         )
     except OSError as exc:
         if exc.errno == errno.ELOOP:

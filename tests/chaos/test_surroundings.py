@@ -4,6 +4,7 @@ storage is put back, and a checkpoint goes away from which another run begins.""
 from __future__ import annotations
 
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from everstep.errors import EverstepError
 from everstep.wire import RunStatus
 from tests.chaos.faults import Fault, strike
 from tests.hosts import clock
-from tests.integration.test_backup import copying
 from tests.support.digits_run import STEPS_PER_EPOCH
 from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+BACKUP = Path(__file__).parents[2] / "deploy" / "backup.sh"
 
 
 def spec(name: str, epochs: int, ranks: int = 2, **sections: Any) -> dict[str, Any]:
@@ -137,7 +138,8 @@ def test_an_older_database_put_back_under_running_jobs(tmp_path: Path) -> None:
         paused = client.runs.create(spec("paused", 150, ranks=1))
         reach(steady, 40)
         reach(paused, 40)
-        copying(service, "backup", tmp_path / "copy", "--database-only")
+        backup = [BACKUP, tmp_path / "copy", service.home / "everstep.db"]
+        subprocess.run(backup, check=True, timeout=200)
         paused.pause()
         wait_for(lambda: paused.refresh().status == RunStatus.PAUSED, 120, "the pause")
         paused.resume()

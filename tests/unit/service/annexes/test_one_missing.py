@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
 import shutil
@@ -34,7 +33,7 @@ COMMANDS = {
     "nodes": ("cordon", "node-1"),
     "alerts": ("alerts", "list"),
 }
-"""A command of each annex that serves some. Backups have commands, and no service to ask."""
+"""A command of each annex that serves some."""
 _ADDRESS = re.compile(r'(?:href|src|hx-get|data-stream)="(/[^"#]*)')
 _FORM = re.compile(r"<form([^>]*)>")
 
@@ -230,20 +229,4 @@ async def test_a_command_of_the_annex_says_that_this_service_does_not_have_it(
             assert done.stderr.count("\n") == 1
         else:
             assert "does not have" not in done.stderr, (name, done.stderr)
-    assert {"backup", "ray_dashboard"} == {annex.name for annex in ANNEXES} - COMMANDS.keys()
-
-
-async def test_an_installation_without_backups_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, package=None: None if "backup" in name else found(name, package),
-    )
-    for word in ("backup", "restore"):
-        done = await everstep(word, str(tmp_path / "copy"))
-        assert done.exit_code == 2 and done.stderr.startswith(
-            "error: this installation does not have backups"
-        )
+    assert {"ray_dashboard"} == {annex.name for annex in ANNEXES} - COMMANDS.keys()
