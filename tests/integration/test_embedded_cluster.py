@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from service.cluster.cluster_view import ClusterNote
-from service.embedded.cluster import ClusterError, EmbeddedCluster
+from service.embedded.cluster import EmbeddedCluster
 from service.embedded.precedence import CONTROL_NICENESS
 from service.embedded.processes import lives, members
 from service.settings import Settings
@@ -140,16 +140,6 @@ def test_what_a_head_and_a_keeper_leave_that_die_at_once_is_cleared(settings: Se
     assert list(members(first.temp_dir)) == []
     assert not Path(first.temp_dir).exists()
     assert second.state == "ready"
-
-
-def test_a_cluster_that_cannot_start_says_where_to_look(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "not a number")
-    with pytest.raises(ClusterError, match=r"cluster\.log") as caught:
-        EmbeddedCluster(settings).ensure_running()
-    assert "not a number" in str(caught.value)
-    assert not settings.cluster_path.exists()
 
 
 def test_a_head_that_did_not_start_is_started_again(

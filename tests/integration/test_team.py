@@ -1,4 +1,4 @@
-"""Secrets and limits of workers on a real cluster."""
+"""Secrets of workers on a real cluster."""
 
 from __future__ import annotations
 
@@ -56,14 +56,3 @@ def test_a_secret_that_is_missing_fails_the_run_and_is_named(
     finished = run.last(EventKind.FINISHED).data
     assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error")
     assert "secret 'nowhere' is not on this node" in str(run.last(EventKind.FAILURE).data)
-
-
-def test_a_run_has_no_more_ranks_than_it_was_granted(cluster: RayCluster, tmp_path: Path) -> None:
-    run = DrivenRun(cluster, tmp_path, spec(tags={"steps": "5", "step_ms": "10"}), small=True)
-    run.run_dir.write_workers_limit(1)
-    try:
-        run.start()
-        assert run.wait_for_end() == 0, run.describe()
-    finally:
-        run.stop()
-    assert {event.data["world_size"] for event in run.of(EventKind.ATTEMPT_STARTED)} == {1}

@@ -12,17 +12,13 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.async_api import BrowserContext, Page, expect
 from sqlalchemy import insert
-from starlette.responses import JSONResponse, Response
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.annexes.ray_dashboard.relay import RayDashboard
-from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.run_lookup import RunFilter
 from service.db.tables import metrics
 from tests.browser.chromium import chromium_path
@@ -32,7 +28,6 @@ from tests.integration.web_pages import context, page, story
 from tests.support.api_service import NOON, ApiService, Journal
 from tests.support.digits_run import digits
 from tests.support.service_process import ServiceProcess
-from tests.support.telling_dashboard import telling_dashboard
 from tests.support.web_browser import status_of
 from tests.unit.service.api.test_rehearsals import DIFFERENT
 
@@ -296,34 +291,6 @@ async def test_a_hundred_thousand_points_are_thinned_and_drawn(
     assert drawn_ms < 500
 
 
-async def test_from_a_run_to_its_ray_job_and_back(
-    api: ApiService, story: Story, context: BrowserContext, page: Page
-) -> None:
-    """Ray's own page, with answers as Ray gives them."""
-    job_id = f"{story.running}-s001"
-    async with telling_dashboard() as ray:
-
-        def endpoint() -> RayEndpoint:
-            return RayEndpoint(ray.url, ray.token)
-
-        async with RayDashboard(endpoint) as dashboard, RayJobs(endpoint) as jobs:
-            api.context.add_part(dashboard)
-            api.context.ray = jobs
-            ray.answers |= answers_about_job(job_id, story.running)
-            await page.goto(f"/runs/{story.running}")
-            await page.get_by_role("link", name="Ray job").click()
-            await expect(page).to_have_url(f"{api.url}/ray/#/jobs/{job_id}")
-            await expect(page.locator("#root")).to_contain_text(job_id)
-            await expect(page.locator("#root")).to_contain_text("RUNNING")
-            await expect(page.get_by_text("Authentication Token Required")).to_have_count(0)
-            await page.get_by_role("link", name="← Everstep").click()
-            await expect(page).to_have_url(f"{api.url}/runs/{story.running}")
-            await page.goto("/ray/#/jobs")
-            await expect(page.locator("#root")).to_contain_text(job_id)
-            await page.get_by_role("link", name="← Everstep").click()
-            await expect(page).to_have_url(f"{api.url}/runs")
-
-
 async def test_nothing_serious_is_found_by_axe(story: Story, page: Page) -> None:
     found: dict[str, list[str]] = {}
     for scheme, rules in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
@@ -428,51 +395,6 @@ async def _drawn_step(page: Page, least: int) -> int:
             if found and int(found[1]) >= least:
                 return int(found[1])
             await page.wait_for_timeout(100)
-
-
-def answers_about_job(job_id: str, run_id: str) -> dict[str, Response]:
-    """What Ray answers to its page about one job of an idle cluster."""
-    job = {
-        "type": "SUBMISSION",
-        "job_id": "02000000",
-        "submission_id": job_id,
-        "driver_info": None,
-        "status": "RUNNING",
-        "entrypoint": "python -m train_fn.driver",
-        "message": "Job is currently running.",
-        "error_type": None,
-        "start_time": int(NOON * 1000),
-        "end_time": None,
-        "metadata": {"run_id": run_id},
-        "runtime_env": {},
-        "driver_agent_http_address": None,
-        "driver_node_id": None,
-        "driver_exit_code": None,
-    }
-
-    def told(**data: Any) -> Response:
-        return JSONResponse({"result": True, "msg": "", "data": data})
-
-    listed = {"total": 0, "num_filtered": 0, "num_after_truncation": 0, "result": []}
-    summary = {"node_id_to_summary": {"cluster": {"summary": []}}}
-    return {
-        "/api/jobs/": JSONResponse([job]),
-        f"/api/jobs/{job_id}": JSONResponse(job),
-        "/api/cluster_status": told(clusterStatus="", autoscalingStatus=None),
-        "/nodes": told(summary=[], nodeLogicalResources={}),
-        "/api/v0/tasks/summarize": told(result={**listed, "result": summary}),
-        "/api/v0/tasks": told(result=listed),
-        "/api/v0/placement_groups": told(result=listed),
-        "/logical/actors": told(actors={}),
-        "/events": told(events=[]),
-        "/api/serve/applications/": JSONResponse({"applications": {}, "proxies": {}}),
-        "/api/v0/platform_events": told(events=[]),
-        "/timezone": JSONResponse({"offset": "+00:00", "value": "Etc/UTC"}),
-        "/api/grafana_health": told(grafanaHost="DISABLED"),
-        "/api/profiling_enabled": told(profilingEnabled=False, profilingDefaults={}),
-        f"/api/data/datasets/{job_id}": JSONResponse({"datasets": []}),
-        "/api/data/datasets/02000000": JSONResponse({"datasets": []}),
-    }
 
 
 def _has(text: str) -> re.Pattern[str]:

@@ -19,7 +19,6 @@ SHARED = {
         "test_main_job.py",
         "test_ray_dashboard.py",
         "test_service_restart.py",
-        "test_sweep.py",
     ),
     "two_nodes": (
         "test_children.py",
