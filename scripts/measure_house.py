@@ -1,7 +1,8 @@
 """Count what a reader has to carry: files, lines, files a folder, circles of imports, double names.
 
 `python scripts/measure_house.py` prints the figures. With `--check` it fails above a limit instead.
-The limits only ever go down: whoever makes the house smaller lowers them.
+The limits only ever go down: whoever makes a house smaller lowers its limit, and whoever needs more
+lines takes them from somewhere first.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSES = ("everstep", "storage", "service", "train_fn")
 
-MAX_FILES = 434
-MAX_LINES = 103_200
+MAX_FILES = 430
+MAX_LINES = {
+    "everstep": 16_367,
+    "storage": 5_744,
+    "service": 29_966,
+    "train_fn": 50_008,
+    "tests": 99_829,
+}
+"""Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
 """Folders that still have more than MAX_FILES_ELSEWHERE files."""
 MAX_FILES_ELSEWHERE = 15
@@ -48,6 +56,11 @@ def lines_of_imports(tree: ast.Module) -> int:
     """Return how many lines of a file are imports."""
     nodes = [each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom)]
     return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes)
+
+
+def lines_below(folder: str) -> int:
+    """Return how many lines of Python are below a folder of the repository."""
+    return sum(len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py"))
 
 
 def circle_in(edges: dict[str, set[str]]) -> list[str]:
@@ -83,7 +96,7 @@ def measure() -> tuple[dict[str, int], list[str]]:
     circle = circle_in(edges)
     figures = {
         "files": len(trees),
-        "lines": sum(len(path.read_text().splitlines()) for path in trees),
+        **{f"lines of {folder}": lines_below(folder) for folder in MAX_LINES},
         "lines of imports": sum(map(lines_of_imports, trees.values())),
         "folders": len(folders),
         "folders with more than 15 files": sum(count > 15 for count in folders.values()),
@@ -95,7 +108,7 @@ def measure() -> tuple[dict[str, int], list[str]]:
         f"{what}: {figures[what]} of at most {limit}"
         for what, limit in (
             ("files", MAX_FILES),
-            ("lines", MAX_LINES),
+            *((f"lines of {folder}", limit) for folder, limit in MAX_LINES.items()),
             ("type names defined twice", MAX_DOUBLED_NAMES),
         )
         if figures[what] > limit
@@ -117,7 +130,7 @@ def main() -> int:
         for what, number in figures.items():
             print(f"{number:>8,}  {what}")
     for problem in problems:
-        print(f"{problem}; merge modules that tell one story (CONTRIBUTING.md)", file=sys.stderr)
+        print(f"{problem}; take room from somewhere first (CONTRIBUTING.md)", file=sys.stderr)
     return int(checks and bool(problems))
 
 
