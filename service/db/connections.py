@@ -266,8 +266,6 @@ class LoopConnections:
             url,
             pool_size=LOOKS + WRITES,
             max_overflow=0,
-            # autocommit leaves nothing open outside of ``transaction``
-            pool_reset_on_return=None,
             isolation_level="AUTOCOMMIT",
             **options,
         )

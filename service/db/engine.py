@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
+from psycopg import Error as PsycopgError
 from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, Dialect, Select, Table, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
@@ -419,3 +420,6 @@ def mapped_errors() -> Iterator[None]:
         if type(exc).__name__ == "TimeoutError":
             raise DatabaseUnavailable("no connection became free in time") from exc
         raise
+    except PsycopgError as exc:
+        # SQLAlchemy passes these on unchanged where it sets up a connection that was cut off.
+        raise DatabaseUnavailable(str(exc)) from exc
