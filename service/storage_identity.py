@@ -334,20 +334,15 @@ class KeptSteps:
         """Runs whose file may hold something; None before the first look, which goes over all that
         have not ended."""
 
-    def hold(self, run_id: str, step: int) -> None:
-        """Have a run keep a checkpoint for another one whose row is not there yet. Raises
-        StorageError, DatabaseError."""
-        known = self._wanted().get(run_id, Kept())
-        self._write(run_id, Kept(known.steps | {step}, known.corrupt))
-
     def publish(self) -> None:
-        """Make the files say what the database says. Raises StorageError, DatabaseError; the next
-        call heals them."""
-        wanted = self._wanted()
-        candidates = wanted.keys() | (
-            set(self._records.unended()) if self._written is None else self._written
-        )
-        for run_id in sorted(candidates):
+        """Make the files of runs that have not ended say what the database says. Raises
+        StorageError, DatabaseError; the next call heals them.
+
+        A run that has ended deletes no checkpoint, and may itself be deleted meanwhile.
+        """
+        wanted, unended = self._wanted(), set(self._records.unended())
+        candidates = unended if self._written is None else wanted.keys() | self._written
+        for run_id in sorted(candidates & unended):
             self._write(run_id, wanted.get(run_id, Kept()))
         self._written = set(wanted)
 

@@ -34,7 +34,7 @@ from service.db.tokens import SessionStore, TokenStore
 from service.figures import RunFigures
 from service.model.provider_rule import NO_PRICES, Prices
 from service.model.run_rows import RunHead
-from service.storage_identity import KeptSteps, StorageGate
+from service.storage_identity import StorageGate
 from service.submission_rules.packages import (
     ANYWHERE,
     NO_PACKAGES,
@@ -109,7 +109,6 @@ class ApiContext:
         self.events = EventStore(database, clock)
         self.series = SeriesStore(database)
         self.storage_gate = StorageGate(storage, self.runs.storage, service=public_url or "")
-        self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
         self.time_book = TimeBook(self.runs)
         self.tokens = TokenStore(database, clock)
         self.sessions = SessionStore(database, clock)

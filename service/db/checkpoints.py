@@ -4,14 +4,17 @@ start from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
 from sqlalchemy import Connection, func, select
 
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import RunStatus
-from service.db.engine import Store, insert_missing
+from service.annex import TableHooks
+from service.db.engine import StateConflict, Store, insert_missing
 from service.db.projects import QuotaExceeded, ensure_project
 from service.db.tables import Few, checkpoint_checks, code_archives, projects, runs
 from service.model.run_rows import StoredSpec
@@ -32,6 +35,37 @@ class KeptCheckpoint:
     checked_at: float
     """Unix seconds at which its bytes were last known to be valid: verified, or committed."""
     run_ended: bool
+
+
+def awaited_in(connection: Connection, hooks: Sequence[TableHooks]) -> dict[str, frozenset[int]]:
+    """Return what ``CheckpointRecords.awaited`` returns, in this transaction."""
+    rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
+    queries = [rows, *(hook.specs_to_come for hook in hooks)]
+    found: dict[str, frozenset[int]] = {}
+    asked = (connection.execute(query) for query in queries if query is not None)
+    for (spec,) in chain.from_iterable(asked):
+        origin = StoredSpec.read(spec).origin
+        if origin is not None:
+            steps = found.get(origin.run_id, frozenset())
+            found[origin.run_id] = steps | {int(origin.step)}
+    return found
+
+
+class OriginGone(StateConflict):
+    """The run whose checkpoint a new one starts from was deleted, or is being deleted."""
+
+
+def hold_origin(connection: Connection, spec: RunSpec) -> None:
+    """Keep the run that ``spec`` starts from as it is until this transaction ends: deleting it
+    then finds the new run. Raises OriginGone."""
+    if spec.origin is None:
+        return
+    parent = spec.origin.run_id
+    query = select(runs.c.stop_requested).where(runs.c.id == parent).with_for_update(read=True)
+    found = connection.execute(query).one_or_none()
+    if found is None or found.stop_requested == "delete":
+        state = "was" if found is None else "is being"
+        raise OriginGone(f"run {parent} {state} deleted; start from another run, or from none")
 
 
 class CheckpointRecords(Store):
@@ -70,17 +104,8 @@ class CheckpointRecords(Store):
     def awaited(self) -> dict[str, frozenset[int]]:
         """Return, by run, the steps of checkpoints that other runs will start from: runs that have
         not ended and have no checkpoint of their own, and those that are to come."""
-        rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
-        queries = [rows, *(hook.specs_to_come for hook in self._database.hooks)]
-        found: dict[str, frozenset[int]] = {}
         with self._database.read() as connection:
-            asked = (connection.execute(query) for query in queries if query is not None)
-            for (spec,) in chain.from_iterable(asked):
-                origin = StoredSpec.read(spec).origin
-                if origin is not None:
-                    steps = found.get(origin.run_id, frozenset())
-                    found[origin.run_id] = steps | {int(origin.step)}
-        return found
+            return awaited_in(connection, self._database.hooks)
 
     def corrupt(self) -> dict[str, frozenset[str]]:
         """Return the names of corrupt checkpoints by run, for runs that have not ended."""

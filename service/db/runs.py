@@ -16,7 +16,7 @@ from everstep.wire import Reason, RunStatus
 from everstep.wire.events import EventKind
 from everstep.wire.run import Replay
 from service.db.audit import note_target
-from service.db.checkpoints import CheckpointRecords
+from service.db.checkpoints import CheckpointRecords, awaited_in, hold_origin
 from service.db.engine import Database, DatabaseError
 from service.db.lease import IdempotencyKey, is_used, known_run, new_id, remember
 from service.db.node_marks import StorageRecords
@@ -362,6 +362,7 @@ class RunStore(RunChanges):
             IdempotencyConflict: the key was used with another body, or for a deleted run.
             QuotaExceeded: the project has its maximum number of waiting runs.
             UnknownProject: the project does not exist and is not to be created.
+            OriginGone: the run that it starts from is deleted.
             PlaceTaken: the place is not free any more.
         """
         for _ in range(_CREATE_ATTEMPTS):
@@ -373,6 +374,7 @@ class RunStore(RunChanges):
                     if known is not None:
                         note_target(known.id)
                         return known, False
+                    hold_origin(connection, spec)
                     join_queue(connection, spec.project, self._clock(), create=create_project)
                     run = self._insert(connection, spec, created_by, owner, idempotency, place)
                     return run, True
@@ -465,6 +467,28 @@ class RunStore(RunChanges):
             writer = self._locked(connection, run_id)
             writer.set({"notes": notes})
             return writer.save()
+
+    def begin_delete(self, run_id: str) -> None:
+        """Let no run start from this one any more, so that its files can be deleted.
+
+        If the service dies meanwhile, the run can only be deleted again. Raises TransitionConflict
+        if it has not ended, or another run will start from its checkpoint.
+        """
+        with self._database.write() as connection:
+            writer = self._locked(connection, run_id)
+            ended = [status for status in RunStatus if status.terminal]
+            _expect(
+                writer.run, ended, None, "only a run that has ended can be deleted; cancel it first"
+            )
+            if run_id in awaited_in(connection, self._database.hooks):
+                raise TransitionConflict(
+                    run_id,
+                    writer.run.status,
+                    "another run will start from its checkpoint; wait until that run trains, or "
+                    "cancel it",
+                )
+            writer.set({"stop_requested": "delete"})
+            writer.save()
 
     def delete(self, run_id: str) -> None:
         """Delete a run that has ended, with its history. Its idempotency key stays used. Raises

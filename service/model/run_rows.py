@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import Select, Table, select
@@ -139,8 +139,9 @@ class RunRow(RunSummary):
     updated_at: float
     replayed_run: RunId | None = None
     """Of a replay: the run whose steps it trains again."""
-    stop_requested: Annotated[Stop, Chars(8)] | None = None
-    """A request, not a status."""
+    stop_requested: Annotated[Stop | Literal["delete"], Chars(8)] | None = None
+    """A request, not a status; ``delete`` for a run that has ended, whose files are being
+    deleted."""
     stop_requested_at: float | None = None
     preempted_by: RunId | None = None
     """Run that this one is paused for; it queues again by itself."""

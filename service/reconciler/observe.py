@@ -168,7 +168,7 @@ def facts_of(
         project=row.project,
         priority=row.priority,
         reason=row.reason,
-        stop=row.stop_requested,
+        stop=None if row.stop_requested == "delete" else row.stop_requested,
         stop_at=row.stop_requested_at,
         stop_delivered=row.stop_requested is not None
         and (row.id, row.submission, row.stop_requested) in delivered.stops,

@@ -14,6 +14,7 @@ from everstep.wire import Checkpoint
 from service.api.context import ApiContext
 from service.model.run_rows import RunRow
 from service.projections import checkpoints
+from storage.checkpoints.retention import CheckpointHold
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.run_dir import RunDir
@@ -74,7 +75,7 @@ async def with_origin(
     if faults:
         raise InvalidSpec(tuple(faults))
     if keep and (parent.id, checkpoint.step) not in origins.held:
-        await context.storage_call(_hold, place, context, parent.id, checkpoint)
+        await context.storage_call(_hold, place, context, parent, checkpoint)
         origins.held.add((parent.id, checkpoint.step))
     if spec.resume_from is None:
         return spec
@@ -91,6 +92,8 @@ async def _found(
         raise _fault(
             (place[0], "run_id"), f"run {wanted.run_id} does not exist in project {project!r}"
         )
+    if parent.stop_requested == "delete":
+        raise _fault((place[0], "run_id"), f"run {parent.id} is being deleted; choose another run")
     events = await context.database_call(context.events.of_kinds, parent.id, checkpoints.KINDS)
     checks = await context.database_call(context.events.checkpoint_checks, parent.id)
     found = checkpoints.checkpoints(events, checks)
@@ -180,12 +183,16 @@ def _nothing_left(spec: RunSpec, parent: RunRow, step: int) -> list[FieldError]:
     ]
 
 
-def _hold(place: tuple[str, str], context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
-    """Protect the checkpoint, then check that it exists. In this order retention cannot delete it
-    unnoticed."""
-    context.kept_steps.hold(run_id, checkpoint.step)
+def _hold(
+    place: tuple[str, str], context: ApiContext, parent: RunRow, checkpoint: Checkpoint
+) -> None:
+    """Protect the checkpoint until the reconciler has seen the new run, then check that it exists.
+    In this order retention cannot delete it unnoticed. Runs that have ended have no retention."""
+    run_dir = RunDir(context.storage, parent.id)
+    if not parent.status.terminal:
+        CheckpointHold(run_dir, checkpoint.name, must_be_stored=True)
     try:
-        CheckpointStore(RunDir(context.storage, run_id)).manifest(checkpoint.name)
+        CheckpointStore(run_dir).manifest(checkpoint.name)
     except StorageNotFound:
         raise _fault(
             place,

@@ -39,7 +39,6 @@ from service.api.problems import invalid_request
 from service.db.run_lookup import OrderPlace, RunFilter, RunOrder
 from service.db.run_lookup import Place as AgePlace
 from service.model.run_rows import RunHead, RunRow
-from service.model.states import TransitionConflict
 from service.runs.submission import submitted, validated_spec
 from storage.run_dir import RunDir
 
@@ -246,16 +245,7 @@ async def resume_run(run: ControlledRun, context: Context) -> Run:
 async def delete_run(run: ControlledRun, context: Context) -> None:
     """Only runs that have ended. Deletes the run's directory with every checkpoint and log, then
     its history."""
-    if not run.status.terminal:
-        raise TransitionConflict(
-            run.id, run.status, "only a run that has ended can be deleted; cancel it first"
-        )
-    if run.id in await context.database_call(context.runs.checkpoints.awaited):
-        raise TransitionConflict(
-            run.id,
-            run.status,
-            "another run will start from its checkpoint; wait until that run trains, or cancel it",
-        )
+    await context.database_call(context.runs.begin_delete, run.id)
     # with another storage mounted, its directory would be left behind
     await context.storage_call(context.storage_gate.require)
     # The directory first: after a crash in between, the run can be deleted again, and no orphaned

@@ -262,12 +262,16 @@ class CheckpointHold:
     """A reader's hold on a checkpoint. If the storage cannot store it (full, read-only), reading
     continues without."""
 
-    def __init__(self, run_dir: RunDir, name: str) -> None:
-        """Take the hold at once: a checkpoint that exists afterwards stays."""
+    def __init__(self, run_dir: RunDir, name: str, *, must_be_stored: bool = False) -> None:
+        """Take the hold at once: a checkpoint that exists afterwards stays. With
+        ``must_be_stored``, raises StorageError if the storage cannot store it."""
         self._files = run_dir.files
         self._path = run_dir.holds_path(f"{name}.{secrets.token_hex(6)}")
         self._renewed_at = float("-inf")
         self._num_renewals = 0
+        if must_be_stored:
+            self._write()
+            self._renewed_at = time.monotonic()
         self.renew()
 
     def renew(self) -> None:
@@ -276,9 +280,12 @@ class CheckpointHold:
         if now - self._renewed_at >= _RENEW_S:
             self._renewed_at = now
             self._num_renewals += 1
-            content = {"until": time.time() + HOLD_S, "renewals": self._num_renewals}
             with suppress(StorageError):
-                self._files.write(self._path, json.dumps(content).encode())
+                self._write()
+
+    def _write(self) -> None:
+        content = {"until": time.time() + HOLD_S, "renewals": self._num_renewals}
+        self._files.write(self._path, json.dumps(content).encode())
 
     def release(self) -> None:
         with suppress(StorageError):  # it expires by itself

@@ -35,6 +35,7 @@ from everstep.spec.trials import SweepTrial
 from everstep.wire import RunStatus
 from everstep.wire.sweep import SweepReason, SweepReasonCode, SweepStatus
 from service.db.audit import note_target
+from service.db.checkpoints import hold_origin
 from service.db.engine import Database, DatabaseError, StateConflict, Store
 from service.db.events import SeriesStore
 from service.db.lease import IdempotencyKey, check_same_body, new_id
@@ -209,7 +210,7 @@ class SweepStore(Store):
         Returns:
             The sweep, and whether it is new: False for a repeated request.
 
-        Raises IdempotencyConflict, UnknownProject.
+        Raises IdempotencyConflict, UnknownProject, OriginGone.
         """
         project = trials[0].spec.project
         for _ in range(_CREATE_ATTEMPTS):
@@ -219,6 +220,8 @@ class SweepStore(Store):
                     if known is not None:
                         note_target(known.id)
                         return known, False
+                    for trial in trials:
+                        hold_origin(connection, trial.spec)
                     now = self._clock()
                     ensure_project(connection, project, now, create=create_project)
                     sweep = _new_row(new_id("sweep", now), spec, project, created_by, now)

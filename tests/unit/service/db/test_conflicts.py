@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import Table, insert
+from sqlalchemy import Connection, Table, insert
 
+from everstep.spec.parsing import parse_spec
 from everstep.wire.team import Quotas
 from service.annexes.nodes.store import NodeMarkStore
 from service.api.auth import METRICS_TOKEN_ID, ensure_metrics_token
-from service.db.checkpoints import CodeArchives
+from service.db.checkpoints import CodeArchives, OriginGone
 from service.db.engine import Database
 from service.db.node_marks import StorageRecords
 from service.db.projects import ProjectStore
+from service.db.runs import RunStore
 from service.db.tables import code_archives, node_marks, projects, storage_identity, tokens
 from service.db.tokens import TokenStore, sha256_of
 from service.model.rows import NodeMarkRow, TokenRow
+from service.model.states import TransitionConflict
+from tests.support.api_service import spec
 
 pytest_plugins = ["tests.support.database_fixtures"]
 
@@ -144,3 +148,53 @@ def test_a_word_replaces_only_the_one_that_was_known(database: Database) -> None
     assert not marks.cordon_if_unchanged("n1", 4.0, "service", "again")
     assert marks.cordon_if_unchanged("n1", 5.0, "service", "again")
     assert (marks.all()["n1"].reason, marks.all()["n1"].state) == ("again", "cordoned")
+
+
+class Meanwhile:
+    """A place for a run that is recorded, and not yet committed when ``call`` is made."""
+
+    sweep_id = "sweep_a"
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def check(self, connection: Connection) -> None:
+        pass
+
+    def fill(self, connection: Connection, run_id: str) -> None:
+        self._call()
+
+
+def test_a_run_is_deleted_or_another_starts_from_it_and_never_both(
+    database: Database, other: Database
+) -> None:
+    runs, theirs = RunStore(database), RunStore(other)
+
+    def made(parent: str | None, call: Callable[[], None] = lambda: None) -> str:
+        origin = {} if parent is None else {"resume_from": {"run_id": parent, "step": 1}}
+        return runs.create(parse_spec(spec(**origin)), "tok_a", place=Meanwhile(call))[0].id
+
+    first = made(None)
+    with pytest.raises(TransitionConflict, match="has ended"):
+        theirs.begin_delete(first)
+    runs.request_stop(first, "cancel")
+    with ThreadPoolExecutor(1) as pool:
+        answers: list[Future[None]] = []
+
+        def delete_it() -> None:
+            answers.append(pool.submit(theirs.begin_delete, first))
+            with pytest.raises(TimeoutError):
+                answers[0].result(HELD_OPEN_S)
+
+        second = made(first, delete_it)
+        with pytest.raises(TransitionConflict, match="another run will start from its checkpoint"):
+            answers[0].result(10)
+    runs.request_stop(second, "cancel")
+    for _ in range(2):  # after a crash it is deleted again
+        theirs.begin_delete(first)
+    with pytest.raises(OriginGone, match="is being deleted"):
+        made(first)
+    theirs.delete(first)
+    with pytest.raises(OriginGone, match="was deleted"):
+        made(first)
+    assert made(second), "a fork of a fork asks only for its own parent"

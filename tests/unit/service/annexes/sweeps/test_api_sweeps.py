@@ -235,7 +235,6 @@ async def test_a_check_records_nothing_and_names_what_a_submission_would(api: Ap
 async def test_a_checkpoint_is_kept_for_runs_that_a_sweep_will_submit(api: ApiService) -> None:
     parent, journal = await api.running(train={"epochs": 3})
     api.apply(parent, [journal.checkpoint(10)])
-    api.context.kept_steps.publish()
     assert api.context.runs.checkpoints.awaited() == {}
     place = {"run_id": parent, "step": 10}
     held: list[int] = []
