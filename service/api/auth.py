@@ -83,7 +83,7 @@ async def principal(request: Request, context: Context, credentials: Credentials
     """Return the caller of a request. Raises 401 without a valid token, 429 above the rate
     limit."""
     secret = _secret(credentials)
-    found = None if secret is None else await context.database_lookup(context.tokens.find, secret)
+    found = None if secret is None else await context.database_call(context.tokens.find, secret)
     return admitted(request, context, found)
 
 
@@ -166,7 +166,7 @@ RunPath = Annotated[str, Path(description="The run's id: `run_…`.")]
 
 async def visible_run(run_id: RunPath, context: Context, caller: Caller) -> RunRow:
     """Return the run in the path. Runs of other projects do not exist for this caller: 404."""
-    run = await context.database_lookup(context.runs.get, run_id)
+    run = await context.database_call(context.runs.get, run_id)
     if run is None or not caller.reaches(run.project):
         raise not_found(f"run {run_id} does not exist")
     return run
@@ -182,7 +182,7 @@ async def seen_run(
     secret = _secret(credentials)
     token, found = (None, None)
     if secret is not None:
-        token, found = await context.database_lookup(context.tokens.find_with_run, secret, run_id)
+        token, found = await context.database_call(context.tokens.find_with_run, secret, run_id)
     caller = admitted(request, context, token)
     if found is None or not caller.reaches(found[0].project):
         raise not_found(f"run {run_id} does not exist")

@@ -119,10 +119,8 @@ class ApiContext:
         database.companion = self.audit.join
         self.rate_limit = RateLimit(rate_per_s)
         self.node_marks = NodeMarks(database, clock)
-        self.calls = calls = BlockingCalls(database)
+        self.calls = calls = BlockingCalls()
         self.database_call = calls.database_call
-        self.database_lookup = calls.database_lookup
-        self.database_write = calls.database_write
         self.storage_call = calls.storage_call
         self.long_storage_call = calls.long_storage_call
         self.feed = EventFeed(self.events, calls)

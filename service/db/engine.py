@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -23,17 +22,15 @@ from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
 from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError as SqlDatabaseError
-from sqlalchemy.exc import DataError, DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import (
+    DataError,
+    DBAPIError,
+    DisconnectionError,
+    OperationalError,
+    SQLAlchemyError,
+)
 
 from service.annex import TableHooks
-from service.db.connections import (
-    LoopConnections,
-    SharedCommits,
-    WriterTimeout,
-    postgresql_connect_args,
-    transaction,
-    try_out_idle,
-)
 
 T = TypeVar("T")
 
@@ -78,33 +75,22 @@ class Database:
             # A SQLite connection is an open file: nobody, least of all the event loop, should wait
             # for one.
             max_overflow=-1 if self.is_sqlite else POOL_SIZE,
-            **self._options(),
+            json_serializer=encoded,
+            json_deserializer=from_json,
+            connect_args={} if self.is_sqlite else POSTGRESQL_CONNECT_ARGS,
         )
         # SQLite allows one writer at a time. A lock wakes its waiter at once; SQLite's own busy
-        # handler polls.
-        self._shared_commits = (
-            SharedCommits(self._engine, BUSY_TIMEOUT_MS / 1000) if self.is_sqlite else None
-        )
+        # handler, which waits for other processes, polls.
+        self._writer = threading.Lock()
         self._own = threading.local()
-        """Thread-local: ``reading`` is the connection of the current read transaction,
-        ``committed`` lists functions to call after the commit."""
-        self._current: ContextVar[Connection | None] = ContextVar("current", default=None)
-        """Connection of the thread's current ``autocommit``; for a request in the event loop also
-        of its writes."""
-        self._loop: LoopConnections | None = None
+        """Thread-local: the connection of the current ``reading`` transaction, and of the current
+        ``single`` statements."""
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
         else:
-            try_out_idle(self._engine)
-
-    def _options(self) -> dict[str, Any]:
-        connect_args = {} if self.is_sqlite else postgresql_connect_args(BUSY_TIMEOUT_MS)
-        return {
-            "json_serializer": encoded,
-            "json_deserializer": from_json,
-            "connect_args": connect_args,
-        }
+            event.listen(self._engine, "checkin", _note_use)
+            event.listen(self._engine, "checkout", _try_out)
 
     def migrate(self) -> None:
         """Create or upgrade the tables to the newest version. Raises DatabaseUnavailable, and
@@ -147,7 +133,6 @@ class Database:
         if begun is not None:
             yield begun
             return
-        assert self._of_loop() is None, "a read in the event loop would hold it up"
         with mapped_errors(), self._engine.connect() as connection:
             if not self.is_sqlite:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")
@@ -165,7 +150,9 @@ class Database:
 
         Inside a read it joins that transaction; a nested one uses the same connection.
         """
-        begun: Connection | None = getattr(self._own, "reading", None) or self._current.get()
+        begun: Connection | None = getattr(self._own, "reading", None) or getattr(
+            self._own, "single", None
+        )
         if begun is not None:
             yield begun
             return
@@ -173,91 +160,40 @@ class Database:
             alone = (
                 {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
             )
-            with self._current_on(connection.execution_options(**alone)) as single:
-                yield single
-
-    @contextmanager
-    def _current_on(self, connection: Connection) -> Iterator[Connection]:
-        before = self._current.set(connection)
-        try:
-            yield connection
-        finally:
-            self._current.reset(before)
-
-    def _of_loop(self) -> Connection | None:
-        """Return the event loop's connection, if the current call runs in the loop."""
-        current = self._current.get()
-        return current if current is not None and current.dialect.is_async else None
+            self._own.single = connection.execution_options(**alone)
+            try:
+                yield self._own.single
+            finally:
+                self._own.single = None
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """Open a transaction that is committed at the end of the block, and rolled back if it
-        raises.
-
-        On SQLite several threads may share a commit (shared_commits.py).
-        """
+        raises."""
         with mapped_errors():
             with self._transaction() as connection:
                 if self._guard is not None:
                     self._guard(connection)
                 yield connection
                 committed = self.companion(connection) if self.companion is not None else None
-            later: list[Callable[[], None]] | None = getattr(self._own, "committed", None)
-            if committed is not None and later is not None:
-                later.append(committed)
-            elif committed is not None:
+            if committed is not None:
                 committed()
 
-    def _transaction(self) -> AbstractContextManager[Connection]:
-        of_loop = self._of_loop()
-        if of_loop is not None:
-            return transaction(of_loop)
-        return (
-            self._engine.begin() if self._shared_commits is None else self._shared_commits.write()
-        )
-
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Commit all writes of this thread in the block at once, at its end. SQLite only.
-
-        A write that fails is rolled back alone. Reads in the block see earlier writes. If the
-        commit fails, nothing was written, and this raises what ``write`` would.
-        """
-        assert self._shared_commits is not None
-        called_later: list[Callable[[], None]] = []
-        with mapped_errors(), self._shared_commits.together() as connection:
-            self._own.reading, self._own.committed = connection, called_later
-            try:
-                yield
-            finally:
-                self._own.reading, self._own.committed = None, None
-        for call in called_later:
-            call()
-
-    async def do_in_loop(self, call: Callable[[], T], *, writes: bool = False) -> T:
-        """Run ``call`` in the event loop's own thread and return its result. It may use
-        ``autocommit``, or write, but not read.
-
-        Only where that blocks nobody (single statements on SQLite), or others continue meanwhile
-        (PostgreSQL): threads wait for one another, and for the interpreter lock.
-        """
-        if self.is_sqlite:
-            assert not writes, "a commit would hold up the event loop"
-            return call()
-        if self._loop is None:
-            self._loop = LoopConnections(self.url, self._options())
-        with mapped_errors():
-            return await self._loop.run(partial(self._call_on, call), writes=writes)
-
-    def _call_on(self, call: Callable[[], T], connection: Connection) -> T:
-        with self._current_on(connection):
-            return call()
-
-    async def close_loop(self) -> None:
-        """Close the connections of ``do_in_loop``; call it in the same event loop."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            await loop.close()
+    def _transaction(self) -> Iterator[Connection]:
+        if not self.is_sqlite:
+            with self._engine.begin() as connection:
+                yield connection
+            return
+        if not self._writer.acquire(timeout=BUSY_TIMEOUT_MS / 1000):
+            raise WriterTimeout
+        try:
+            with self._engine.connect() as connection:
+                alone = connection.execution_options(everstep_begin="BEGIN IMMEDIATE")
+                with alone.begin():
+                    yield alone
+        finally:
+            self._writer.release()
 
     def guarded(self, guard: Guard) -> Database:
         """Return the same database with ``guard`` at the start of every write."""
@@ -328,6 +264,54 @@ def encoded(value: Any) -> str:
     return to_json(value, inf_nan_mode="null").decode()
 
 
+# ---------------------------------------------------------------- postgresql
+
+# Connections to PostgreSQL: their settings, and the check of idle ones.
+
+CONNECT_TIMEOUT_S: Final = 5
+
+IDLE_S: Final = 1.0
+"""A connection that was idle for this long is checked before use."""
+
+BUSY_TIMEOUT_MS: Final = 10_000
+"""Maximum time that a write waits for another one."""
+
+POSTGRESQL_CONNECT_ARGS: Final[Mapping[str, Any]] = {
+    "connect_timeout": CONNECT_TIMEOUT_S,
+    # Without it, a database with the encoding SQL_ASCII returns bytes for text.
+    "client_encoding": "utf8",
+    # TCP alone would wait for hours for a server that is cut off.
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+    # A replica that hangs inside a transaction must not keep its locks, and so the lease.
+    "options": f"-c lock_timeout={BUSY_TIMEOUT_MS} -c idle_in_transaction_session_timeout=4000",
+}
+
+
+def _note_use(_connection: object, record: Any) -> None:
+    record.info["used_at"] = time.monotonic()
+
+
+def _try_out(connection: Any, record: Any, _proxy: object) -> None:
+    """Check a connection that was idle for a while; the pool replaces a broken one.
+
+    One that was just used is not checked: that would add a round trip to each request.
+    """
+    if time.monotonic() - record.info.get("used_at", math.inf) < IDLE_S:
+        return
+    alone = connection.autocommit
+    try:
+        connection.autocommit = True
+        cursor = connection.cursor()
+        cursor.execute("SELECT 1")
+        cursor.close()
+        connection.autocommit = alone
+    except PsycopgError as exc:
+        raise DisconnectionError from exc
+
+
 # ---------------------------------------------------------------- conflicts
 
 # Inserts that may conflict with another replica: the database resolves them, and neither fails.
@@ -367,9 +351,6 @@ def insert_into(table: Table, dialect: Dialect) -> PostgresInsert | SqliteInsert
 
 # Errors of the database, and the mapping of the driver's errors to them.
 
-BUSY_TIMEOUT_MS: Final = 10_000
-"""Maximum time that a write waits for another one."""
-
 
 class DatabaseError(Exception):
     """Base class of the errors of this package.
@@ -396,6 +377,10 @@ class StateConflict(DatabaseError):
 class Unstorable(ValueError):
     """A value that no column can store or be compared with. The database is fine, and a retry does
     not help."""
+
+
+class WriterTimeout(Exception):
+    """Another writer held the database for too long."""
 
 
 @contextmanager

@@ -105,7 +105,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             with suppress(asyncio.CancelledError):
                 await task
         await context.token_use.flush()
-        await context.database.close_loop()
 
 
 # ---------------------------------------------------------------- backends

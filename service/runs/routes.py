@@ -156,9 +156,7 @@ async def list_runs(
         )
         return Response(answer, media_type="application/json")
     before = parse_run_cursor(cursor)
-    # A search scans runs, and a long page takes time to encode: keep both out of the event loop.
-    call = context.database_call if search or limit > SHORT_PAGE else context.database_lookup
-    answer = await call(_page, context, caller, wanted, limit, before)
+    answer = await context.database_call(_page, context, caller, wanted, limit, before)
     return Response(answer, media_type="application/json")
 
 
@@ -270,8 +268,6 @@ async def run_answers(context: ApiContext, runs: Sequence[RunRow]) -> list[Run]:
 # Pages of runs: filters, queries and the response in JSON.
 
 Status = TypeVar("Status", bound=StrEnum)
-
-SHORT_PAGE: Final = 50
 
 
 async def found_runs(

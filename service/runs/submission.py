@@ -64,7 +64,7 @@ async def submitted(
         owner=caller.owner or caller.name,
     )
     try:
-        (run, transitions), is_new = await context.database_write(_made, context, make)
+        (run, transitions), is_new = await context.database_call(_made, context, make)
     except UnknownProject as exc:
         raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
     answer = run_json(
@@ -314,7 +314,7 @@ async def check_code(context: ApiContext, caller: Principal, project: str, code:
     An archive is one of the project's own; administrators, who reach all projects, may take any.
     Raises InvalidSpec with every fault that can be seen.
     """
-    if caller.project is not None and not await context.database_lookup(
+    if caller.project is not None and not await context.database_call(
         context.code_archives.holds, project, code.archive
     ):
         raise InvalidSpec((_missing(project),))

@@ -51,7 +51,7 @@ async def web_caller(request: Request, context: Context) -> Principal:
 async def caller_of(request: HTTPConnection, context: ApiContext) -> Principal:
     """Return who is logged in, for a request or a WebSocket. Raises 401 if nobody is."""
     secret = cookie_of(request)
-    found = await context.database_lookup(context.sessions.find, secret) if secret else None
+    found = await context.database_call(context.sessions.find, secret) if secret else None
     caller = admitted(request, context, found, sha256_of(secret))
     request.state.caller = caller
     return caller

@@ -26,7 +26,7 @@ _LABEL: Final[TypeAdapter[str]] = TypeAdapter(TokenName)
 
 async def session_token(request: Request, context: Context, _caller: WebCaller) -> TokenRow:
     """Return the token that this browser's session stands for."""
-    found = await context.database_lookup(context.sessions.find, cookie_of(request))
+    found = await context.database_call(context.sessions.find, cookie_of(request))
     if found is None:
         raise ApiProblem(401, "unauthorized", "The session has just ended; log in again.")
     return found

@@ -71,7 +71,7 @@ def store_of(context: ApiContext) -> SweepStore:
 
 async def visible_sweep(sweep_id: SweepPath, context: Context, caller: Caller) -> SweepRow:
     """Return the sweep in the path. Sweeps of other projects do not exist for this caller: 404."""
-    sweep = await context.database_lookup(store_of(context).get, sweep_id)
+    sweep = await context.database_call(store_of(context).get, sweep_id)
     if sweep is None or not caller.reaches(sweep.project):
         raise not_found(f"sweep {sweep_id} does not exist")
     return sweep

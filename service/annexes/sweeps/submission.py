@@ -58,7 +58,7 @@ async def submitted_sweep(
         create_project=create_project or caller.project is not None,
     )
     try:
-        return await context.database_write(make)
+        return await context.database_call(make)
     except UnknownProject as exc:
         raise InvalidSpec((FieldError(("spec", "project"), str(exc)),)) from exc
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
@@ -426,6 +427,30 @@ def test_a_writer_that_raises_leaves_no_trace_and_no_lock(
         connection.execute(text("DELETE FROM tokens"))
         raise Boom
     assert create(runs).status == RunStatus.QUEUED
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "INSERT OR ROLLBACK INTO projects (name, created_at) VALUES ('first', 0)",
+        "INSERT INTO run_tags (run_id, key, value) VALUES ('nobody', 'k', 'v')",
+    ],
+    ids=["SQLite ends the transaction itself", "the commit fails"],
+)
+def test_a_transaction_that_sqlite_gave_up_has_written_nothing(tmp_path: Path, last: str) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'e.db'}")
+    database.migrate()
+
+    def write(*statements: str) -> None:
+        with database.write() as connection:
+            for statement in statements:
+                connection.execute(text(statement))
+
+    first = "INSERT INTO projects (name, created_at) VALUES ('first', 0)"
+    with pytest.raises(IntegrityError):
+        write("PRAGMA defer_foreign_keys=ON", first, last)
+    write(first)
+    database.close()
 
 
 def test_readers_see_the_state_before_a_write_that_is_under_way(
