@@ -10,7 +10,7 @@ from everstep.text import failure
 from everstep.text.words import count, duration, has_no_steps, numbers, size, usage_parts, where
 from everstep.wire import Attempt, Event, Failure, Node, Run, RunStatus, StragglerReport
 from everstep.wire.drills import StackReport
-from everstep.wire.events import OWN_FILES, EventKind
+from everstep.wire.events import OWN_FILES, UNFIT, EventKind
 from everstep.wire.run import RANKS_SHOWN
 
 _QUIET_S = 5.0
@@ -19,6 +19,13 @@ _QUIET_S = 5.0
 
 def event(item: Event) -> str | None:
     """Return an event in one line; None for kinds that are too frequent or too small to show."""
+    try:
+        return _line(item)
+    except UNFIT:
+        return f"{item.kind}, with data that does not fit it"
+
+
+def _line(item: Event) -> str | None:
     data = item.data
     match item.kind:
         case EventKind.STATUS:

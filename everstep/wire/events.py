@@ -14,6 +14,10 @@ from typing import Any, Literal
 
 from everstep.wire.base import Answer, Time
 
+UNFIT = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""Raised by code that reads an event's data where that is not as ``EventKind`` says. User code can
+write anything into the journal of its run."""
+
 
 class EventKind(StrEnum):
     RUN_CREATED = "run_created"

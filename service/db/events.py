@@ -27,14 +27,14 @@ from sqlalchemy import (
 )
 
 from everstep.wire import RunStatus
-from everstep.wire.events import EventKind
+from everstep.wire.events import UNFIT, EventKind
 from service.db.engine import DatabaseError, Store
 from service.db.tables import checkpoint_checks, events, metrics, runs
 from service.db.writer import RunWriter, events_of
 from service.model.rows import CheckpointCheck, EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.projections.changes import Changes
-from service.projections.handlers import UNFIT, checked, project
+from service.projections.handlers import checked, project
 from storage.logs.journal import JournalEvent
 from storage.run_dir import CheckpointName
 

@@ -15,7 +15,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from everstep.wire import Failure, Reason, RunStatus
-from everstep.wire.events import EventKind
+from everstep.wire.events import UNFIT, EventKind
 from service.annex import TableHooks
 from service.db.audit import Notification, notification_of, with_failure
 from service.db.engine import encoded, insert_into
@@ -27,7 +27,7 @@ from service.projections import attempts as failure_fold
 from service.projections.attempts import BY_SWEEP, preempted
 from service.projections.changes import NO_WORKERS
 from service.projections.goodput import TimeLedger, WorkLedger
-from service.projections.handlers import UNFIT
+from service.projections.handlers import folded
 
 T = TypeVar("T")
 logger = structlog.get_logger(__name__)
@@ -346,21 +346,9 @@ def changes_of(run_id: str, found: Sequence[Sequence[Any]] | None) -> list[Trans
 
 
 def failures_of(connection: Connection, run_id: str) -> list[Failure]:
-    """Return all failures of a run so far, in this transaction; none if its history is invalid."""
+    """Return all failures of a run so far, in this transaction."""
     rows = events_of(connection, run_id, failure_fold.FAILURE_KINDS)
-    return folded(run_id, failure_fold.failures, rows) or []
-
-
-def folded(run_id: str, fold: Callable[[list[EventRow]], T], rows: list[EventRow]) -> T | None:
-    """Return what events say together; None if one of them has invalid data.
-
-    User code can write anything into its journal. That must not keep the run from changing.
-    """
-    try:
-        return fold(rows)
-    except UNFIT as exc:
-        logger.error("history_not_understood", run_id=run_id, error=repr(exc))
-        return None
+    return folded(failure_fold.failures, rows)
 
 
 def events_of(

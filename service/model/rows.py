@@ -29,6 +29,22 @@ def to_time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
+_FIRST_SEEN: Final[dict[float, float]] = {}
+
+
+def past(at: float, now: float) -> float:
+    """Return a stored time, in unix seconds, that is to be compared with ``now``.
+
+    The clock may have been set back since it was stored. One in the future counts as now, which is
+    the moment at which this process first saw it: what waits since then waits on from there.
+    """
+    if at <= now:
+        _FIRST_SEEN.pop(at, None)
+        return at
+    _FIRST_SEEN[at] = min(now, _FIRST_SEEN.get(at, now))
+    return _FIRST_SEEN[at]
+
+
 def maybe_time(seconds: float | None) -> datetime | None:
     return None if seconds is None else to_time(seconds)
 

@@ -188,6 +188,9 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
             most = event.data.get("max_failed_saves")
             if most is not None and event.data.get("failed_in_a_row") == most:
                 found.append(_failed_saves(event))
+    for failure in found:  # evidence of which nobody can speak is that of a forged event
+        failure_words.sentence(failure)
+        failure_words.story(failure)
     return found
 
 

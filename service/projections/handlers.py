@@ -4,14 +4,20 @@ the same result."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar
 
-from everstep.wire.events import EventKind
+import structlog
+
+from everstep.wire.events import UNFIT, EventKind
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.projections import changes
 from service.projections.changes import Changes
+
+T = TypeVar("T")
+logger = structlog.get_logger(__name__)
 
 
 def project(run: RunRow, event: EventRow) -> Changes:
@@ -51,8 +57,37 @@ _HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
 # Check that an event's changes fit the run's row. User code can write anything into the journal
 # of its run. A row with wrong types would break every reader of it, such as the reconciler.
 
-UNFIT: Final = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""Raised when an event's data is not as everstep/wire/events.py says."""
+_MOST_UNFIT: Final = 4
+"""Events that are left out one by one."""
+
+
+def folded(fold: Callable[[list[EventRow]], T], rows: Iterable[EventRow]) -> T:
+    """Return what ``fold`` makes of these events, without those that do not fit.
+
+    Every page and answer that is made of a run's history comes from here. Left out are events that
+    do not fit alone, and a few that do not fit those before them; if there are more, all are.
+    """
+    left = list(rows)
+    if _fits(fold, left):
+        return fold(left)
+    left = [row for row in left if _fits(fold, [row])]
+    for _ in range(_MOST_UNFIT):
+        if _fits(fold, left):
+            return fold(left)
+        places = range(1, len(left) + 1)
+        first = bisect_left(places, True, key=lambda end: not _fits(fold, left[:end]))
+        logger.warning("event_left_out", kind=left[first].kind, seq=left[first].seq)
+        del left[first]
+    return fold(left if _fits(fold, left) else [])
+
+
+def _fits(fold: Callable[[list[EventRow]], object], rows: list[EventRow]) -> bool:
+    try:
+        fold(rows)
+    except UNFIT:
+        return False
+    return True
+
 
 _MOST: Final = 2**31 - 1
 
@@ -107,7 +142,11 @@ _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "metrics": lambda value: all(
         _is_text(name) and type(each) in (int, float) for name, each in value.items()
     ),
-    "best": lambda value: _is_number(value["value"]) and _is_count(value["step"]),
+    "best": _optional(
+        lambda value: (
+            _is_text(value["metric"]) and _is_number(value["value"]) and _is_count(value["step"])
+        )
+    ),
     "latest_checkpoint": _optional(_is_checkpoint),
     "recent_checkpoints": lambda value: all(map(_is_checkpoint, value)),
 }

@@ -4,7 +4,7 @@ showed, who is slow, how far it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -115,19 +115,23 @@ STRAGGLER_KINDS: Final = frozenset(
 
 
 def stragglers(
-    events: Iterable[EventRow], newest: EventRow | None, gpu_use: Iterable[EventRow] = ()
+    events: Sequence[EventRow],
 ) -> StragglerReport:
     """Return every rank that was found slow, oldest first, and the last reported step times.
 
     Args:
-        events: The history, only kinds in KINDS.
-        newest: The last ``rank_times`` event; None if there is none.
-        gpu_use: The last ``gpu_use`` events, newest first.
+        events: The history, only kinds in STRAGGLER_KINDS; then the last ``rank_times`` event, if
+            there is one, and the last ``gpu_use`` events, newest first.
     """
     found: list[dict[str, Any]] = []
     open_ones: dict[int, dict[str, Any]] = {}
+    newest: EventRow | None = None
     for event in events:
-        if event.kind != EventKind.STRAGGLER:
+        if event.kind == EventKind.RANK_TIMES:
+            newest = event
+        elif event.kind == EventKind.GPU_USE:
+            continue
+        elif event.kind != EventKind.STRAGGLER:
             _end(open_ones.values(), event.at)
             open_ones.clear()
         elif event.data["slow"]:
@@ -141,7 +145,7 @@ def stragglers(
         else:
             _end([open_ones.pop(event.data["rank"], {})], event.at)
     stragglers = tuple(Straggler.model_validate(each) for each in found)
-    gpus = _gpus(gpu_use)
+    gpus = _gpus(event for event in events if event.kind == EventKind.GPU_USE)
     if newest is None:
         return StragglerReport(
             at=None,
@@ -266,15 +270,15 @@ def samples(events: Iterable[EventRow]) -> Samples:
 # Whether a restart was rehearsed on a run's code, and what that showed.
 
 
-def run_rehearsal(spec: StoredSpec, newest: EventRow | None, *, ended: bool) -> RunRehearsal:
+def run_rehearsal(spec: StoredSpec, found: Sequence[EventRow], *, ended: bool) -> RunRehearsal:
     """Return what is known.
 
     Args:
         spec: The run's.
-        newest: The last ``rehearsal`` event; None if there is none.
+        found: The last ``rehearsal`` event, if there is one.
         ended: Whether the run has ended.
     """
-    mode = spec.rehearses
+    mode, newest = spec.rehearses, found[0] if found else None
     if newest is None:
         text = _OFF if mode == "off" else _NONE_YET
         if mode == "off" and spec.code is not None and spec.runs_own_function:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Header, Path, Query
@@ -17,6 +18,7 @@ from service.api.openapi import problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
 from service.model.run_rows import RunRow
 from service.projections import checkpoints
+from service.projections.handlers import folded
 from storage.checkpoints.retention import CheckpointHold
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
@@ -154,7 +156,7 @@ def _verify(context: ApiContext, run_id: str, name: str) -> str | None:
 async def _all(context: ApiContext, run: RunRow) -> list[Checkpoint]:
     events = await context.database_call(context.events.of_kinds, run.id, checkpoints.KINDS)
     checks = await context.database_call(context.events.checkpoint_checks, run.id)
-    return checkpoints.checkpoints(events, checks)
+    return folded(partial(checkpoints.checkpoints, checks=checks), events)
 
 
 async def _find(context: ApiContext, run: RunRow, which: str) -> Checkpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
@@ -31,6 +32,7 @@ from service.db.events import MIN_POINTS, Point
 from service.model.rows import EventRow
 from service.projections import attempts, protection
 from service.projections.goodput import TimeLedger
+from service.projections.handlers import folded
 from service.runs.logs import with_last_lines
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
@@ -100,7 +102,7 @@ async def get_attempts(
     num = min(limit, len(starts) - 1 if more else len(starts))
     following = rows[starts[num]] if num < len(starts) else None
     # the start of the next attempt may be all that says that the last one of this page has ended
-    found = attempts.attempts(rows[: starts[num] + 1] if following else rows)[:num]
+    found = folded(attempts.attempts, rows[: starts[num] + 1] if following else rows)[:num]
     if not workers:
         found = [attempt.model_copy(update={"workers": ()}) for attempt in found]
     return Page(items=tuple(found), next_cursor=str(following.seq - 1) if following else None)
@@ -133,7 +135,7 @@ async def failures(
 ) -> tuple[list[Failure], int]:
     """Return a part of a run's failures, oldest first, and how many it has in all."""
     events = await context.database_call(context.events.of_kinds, run_id, attempts.FAILURE_KINDS)
-    every = attempts.failures(events)
+    every = folded(attempts.failures, events)
     shown = every[part]
     old = max(0, len(every) - _WITH_LINES - part.indices(len(every))[0])
     newest = await with_last_lines(context, run_id, shown[old:], lines)
@@ -151,7 +153,7 @@ async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
     use = await context.database_call(
         context.events.newest, run.id, EventKind.GPU_USE, protection.GPU_EVENTS
     )
-    return protection.stragglers(events, times[0] if times else None, use)
+    return folded(protection.stragglers, [*events, *times, *use])
 
 
 @router.get(
@@ -163,8 +165,8 @@ async def get_rehearsal(run: VisibleRun, context: Context) -> RunRehearsal:
     """What a rehearsal of a restart on the run's code has shown (`recovery.rehearse`): equal in
     every bit, or what was first different and what to write instead."""
     found = await context.database_call(context.events.newest, run.id, EventKind.REHEARSAL)
-    newest = found[0] if found else None
-    return protection.run_rehearsal(run.stored_spec, newest, ended=run.status.terminal)
+    ended = run.status.terminal
+    return folded(partial(protection.run_rehearsal, run.stored_spec, ended=ended), found)
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))
@@ -181,7 +183,7 @@ async def get_samples(run: VisibleRun, context: Context) -> Samples:
     """For each finished epoch, over the committed lineage: how many samples were used once, more
     than once or never."""
     events = await context.database_call(context.events.of_kinds, run.id, protection.SAMPLE_KINDS)
-    return protection.samples(events)
+    return folded(protection.samples, events)
 
 
 # ---------------------------------------------------------------- series

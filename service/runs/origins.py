@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from everstep.errors import FieldError, InvalidSpec
@@ -14,6 +15,7 @@ from everstep.wire import Checkpoint
 from service.api.context import ApiContext
 from service.model.run_rows import RunRow
 from service.projections import checkpoints
+from service.projections.handlers import folded
 from storage.checkpoints.retention import CheckpointHold
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
@@ -96,7 +98,7 @@ async def _found(
         raise _fault((place[0], "run_id"), f"run {parent.id} is being deleted; choose another run")
     events = await context.database_call(context.events.of_kinds, parent.id, checkpoints.KINDS)
     checks = await context.database_call(context.events.checkpoint_checks, parent.id)
-    found = checkpoints.checkpoints(events, checks)
+    found = folded(partial(checkpoints.checkpoints, checks=checks), events)
     checkpoint, missing = checkpoints.choose(
         found, parent.id, parent.stored_spec.checkpoint, str(wanted.step)
     )

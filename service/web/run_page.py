@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -25,6 +26,7 @@ from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.model.states import is_legal
 from service.projections.checkpoints import choose
+from service.projections.handlers import folded
 from service.runs import checkpoints, history
 from service.runs import routes as runs
 from service.runs.history import thinned
@@ -88,7 +90,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
     newest = await context.database_call(
         context.events.page_before, run.id, None, _MOST_EVENTS, KINDS
     )
-    drawn = lanes(reversed(newest.rows), context.clock())
+    drawn = folded(partial(lanes, now=context.clock()), reversed(newest.rows))
     return await run_page(
         request,
         "run.html",
@@ -165,9 +167,8 @@ async def get_curves(
     series = await thinned(
         context, run.id, [name for chart in shown for name in chart["names"]], max_points
     )
-    marks = rendering.marks(
-        await context.database_call(context.events.of_kinds, run.id, rendering.MARK_KINDS)
-    )
+    events = await context.database_call(context.events.of_kinds, run.id, rendering.MARK_KINDS)
+    marks = folded(rendering.marks, events)
     return JSONResponse(
         {
             "run": {"id": run.id, "name": run.name},

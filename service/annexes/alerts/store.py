@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import structlog
-from sqlalchemy import Connection, delete, exists, func, insert, select, update
+from sqlalchemy import Connection, delete, exists, func, insert, or_, select, update
 
 from everstep.wire import RunStatus, Straggler
 from everstep.wire.alerts import AlertEvent, AlertRequest
@@ -24,10 +24,12 @@ from service.db.engine import Store
 from service.db.lease import new_id
 from service.db.projects import ensure_project
 from service.db.tables import IS_LIVE, events, runs, transitions
-from service.db.writer import events_of, failures_of, folded
+from service.db.writer import events_of, failures_of
+from service.model.rows import past
 from service.model.run_rows import RunRow
 from service.projections import protection as straggler_fold
 from service.projections.goodput import WorkLedger
+from service.projections.handlers import folded
 
 RETRIES_LAST_S: Final = 24 * 3600.0
 _COLUMNS: Final = alert_deliveries.c
@@ -293,11 +295,12 @@ def _facts(connection: Connection, run: RunRow, now: float, needed: Collection[s
         query = select(events.c.at).where(*place, events.c.at > now - HOUR_S)
         recovered = list(connection.execute(query).scalars())
     slow = _stragglers(connection, run) if "straggler" in needed else ()
+    progressed_at = _progressed_at(connection, run) if "stalled" in needed else None
     return AlertFacts(
         run.status,
         tuple(recovered),
         frozenset(each.rank for each in slow),
-        _progressed_at(connection, run) if "stalled" in needed else None,
+        None if progressed_at is None else past(progressed_at, now),
     )
 
 
@@ -317,9 +320,8 @@ def _progressed_at(connection: Connection, run: RunRow) -> float | None:
 def _stragglers(connection: Connection, run: RunRow) -> tuple[Straggler, ...]:
     """Return the ranks that slow their peers down now."""
     rows = events_of(connection, run.id, straggler_fold.STRAGGLER_KINDS, run.attempt)
-    report = folded(run.id, lambda found: straggler_fold.stragglers(found, None), rows)
-    found = report.stragglers if report is not None else ()
-    return tuple(each for each in found if each.ended_at is None)
+    report = folded(straggler_fold.stragglers, rows)
+    return tuple(each for each in report.stragglers if each.ended_at is None)
 
 
 # ---------------------------------------------------------------- alert deliveries
@@ -347,11 +349,13 @@ class DeliveryStore(Store):
             earlier.c.state == "waiting",
             earlier.c.seq < _COLUMNS.seq,
         )
+        # The first try waits for nothing: if it lies ahead, the clock was set back.
+        is_due = or_(_COLUMNS.next_at <= self._clock(), _COLUMNS.num_tries == 0)
         query = (
             DeliveryRow.select(alert_deliveries)
             .add_columns(*(alerts.c[name] for name in AlertRow.__dataclass_fields__))
             .join(alerts, alerts.c.id == _COLUMNS.alert_id)
-            .where(_COLUMNS.state == "waiting", _COLUMNS.next_at <= self._clock(), ~is_behind)
+            .where(_COLUMNS.state == "waiting", is_due, ~is_behind)
             .order_by(_COLUMNS.next_at, _COLUMNS.seq)
             .limit(_DUE)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Path, Request
@@ -30,9 +31,10 @@ from service.db.engine import Database
 from service.db.lease import new_id
 from service.db.tables import events
 from service.db.writer import RunWriter
-from service.model.rows import EventRow
+from service.model.rows import EventRow, past
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
+from service.projections.handlers import folded
 from storage.run_control import DrillOrder, ProfileOrder, StackOrder
 from storage.run_dir import RunDir
 
@@ -103,9 +105,8 @@ async def get_drill(
 
 
 async def _stories(context: ApiContext, run: RunRow) -> list[drills.Story]:
-    return drills.stories(
-        await context.database_call(context.events.of_kinds, run.id, drills.DRILL_KINDS)
-    )
+    events = await context.database_call(context.events.of_kinds, run.id, drills.DRILL_KINDS)
+    return folded(drills.stories, events)
 
 
 async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Drill:
@@ -115,7 +116,7 @@ async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Dril
         metrics = await context.database_call(
             context.events.after, run.id, after, drills.METRICS_MOST, frozenset({EventKind.METRICS})
         )
-    return drills.drill(story, metrics)
+    return folded(partial(drills.drill, story), metrics)
 
 
 # ---------------------------------------------------------------- profiles
@@ -196,9 +197,8 @@ async def get_trace(
 
 
 async def _all(context: ApiContext, run: RunRow) -> list[Profile]:
-    return drills.profiles(
-        await context.database_call(context.events.of_kinds, run.id, drills.PROFILE_KINDS)
-    )
+    events = await context.database_call(context.events.of_kinds, run.id, drills.PROFILE_KINDS)
+    return folded(drills.profiles, events)
 
 
 # ---------------------------------------------------------------- rank orders
@@ -260,8 +260,8 @@ async def list_stacks(run: VisibleRun, context: Context) -> Page[StackReport]:
 
 async def newest_stacks(run: RunRow, context: ApiContext) -> list[StackReport]:
     """Return the newest reports on what a run's ranks did, newest first."""
-    found = stack_reports(await context.database_call(context.events.of_kinds, run.id, STACK_KINDS))
-    return found[: -MOST_REPORTS - 1 : -1]
+    events = await context.database_call(context.events.of_kinds, run.id, STACK_KINDS)
+    return folded(stack_reports, events)[: -MOST_REPORTS - 1 : -1]
 
 
 # ---------------------------------------------------------------- orders
@@ -328,7 +328,7 @@ def record(
             raise not_training(found, order)
         if (found.submission, found.attempt) != (run.submission, run.attempt):
             raise TransitionConflict(run.id, found.status, "its ranks have just changed; try again")
-        waiting = _waiting(connection, run.id, order, since=now - TAKE_UP_S)
+        waiting = _waiting(connection, run.id, order, now)
         if waiting is not None:
             raise TransitionConflict(
                 run.id,
@@ -345,8 +345,8 @@ def not_training(run: RunRow, order: RankOrder) -> TransitionConflict:
     return TransitionConflict(run.id, run.status, f"a {order.name} needs a run that is RUNNING")
 
 
-def _waiting(connection: Connection, run_id: str, order: RankOrder, since: float) -> str | None:
-    """Return the id of the last request, if it was made after ``since`` and not taken up yet."""
+def _waiting(connection: Connection, run_id: str, order: RankOrder, now: float) -> str | None:
+    """Return the id of the last request, if it was not taken up yet and may still be."""
     kinds = (order.requested, *order.taken_up)
     query = select(events.c.kind, events.c.at, events.c.data).where(
         events.c.run_id == run_id, events.c.kind.in_(kinds)
@@ -357,4 +357,6 @@ def _waiting(connection: Connection, run_id: str, order: RankOrder, since: float
             newest = data["id"], at
         elif newest is not None and data["id"] == newest[0]:
             newest = None
-    return newest[0] if newest is not None and newest[1] > since else None
+    if newest is None or now - past(newest[1], now) >= TAKE_UP_S:
+        return None
+    return newest[0]

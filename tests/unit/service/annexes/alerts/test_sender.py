@@ -228,7 +228,7 @@ async def test_invalid_events_of_user_code_keep_neither_the_run_nor_its_alerts_f
     )
     await world.send()
     [body] = world.bodies
-    assert (body["run"]["status"], body["failure"]) == ("FAILED", None)
+    assert (body["run"]["status"], body["failure"]["verdict"]) == ("FAILED", "unknown")
     assert "KeyError: 'a'" in body["summary"]
 
 

@@ -1,0 +1,82 @@
+"""A run whose code writes what it likes into its own journal: every page and answer about it works,
+among them the page with the button that cancels it, and the rest of its history is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.wire.events import EventKind
+from service.model.rows import EventRow
+from service.projections import checkpoints
+from service.projections.handlers import folded
+from tests.support.api_service import ApiService
+from tests.support.page_text import fail
+from tests.support.projected_events import committed, event
+from tests.support.web_browser import Browser
+
+SUBJECTS = ("failures", "attempts", "goodput", "stragglers", "samples", "metrics", "checkpoints")
+LISTS = ("drills", "profiles", "stacks", "rehearsal", "replays", "events?limit=500")
+PAGES = ("", "/events", "/checkpoints", "/curves.json", "/spec")
+FORGED: dict[str, tuple[EventKind, dict[str, Any]]] = {
+    "a step that is a dict": (
+        EventKind.EVALUATED,
+        {"step": {"a": 1}, "epoch": 0, "metrics": {"loss": 0.3}},
+    ),
+    "a number of ranks for the ranks": (EventKind.RANK_TIMES, {"step_s": 0.1, "ranks": 1e18}),
+    "workers that are a number": (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": 2**31}),
+    "a cause that is a dict": (EventKind.ATTEMPT_ENDED, {"cause": {"0": 0}}),
+    "a best value without a metric": (
+        EventKind.RESTORED,
+        {"step": 0, "epoch": 0, "source": "process", "checkpoint": None, "rejected": []}
+        | {"best": {"metric": None, "value": 0.1, "step": 3}},
+    ),
+    "kernels that are a number": (
+        EventKind.NUMERICS_CHANGED,
+        {"ranks": [{"rank": 0, "differs": ["the loss"], "kernels": 10**30}]},
+    ),
+    "a drill without an id": (EventKind.DRILL_STARTED, {"rank": 1, "node_id": "n", "pid": 5}),
+    "a reason that is a list": (EventKind.STATUS, {"from": 1e18, "to": "SUCCEEDED", "reason": [0]}),
+    "a rehearsal of numbers": (EventKind.REHEARSAL, {"state": 5, "report": 7, "text": {}}),
+    "ids that are dicts": (EventKind.STACKS, {"id": {"0": 0}, "ranks": 5}),
+}
+
+
+@pytest.mark.parametrize("what", [*FORGED, "evidence that is a text"])
+async def test_every_page_works_and_the_rest_is_there(api: ApiService, what: str) -> None:
+    browser = await Browser.logged_in(api, api.token("admin"))
+    run_id, journal = await api.running()
+    if what in FORGED:
+        kind, data = FORGED[what]
+        forged = journal.event(kind, **data)
+    else:
+        forged = fail(journal, exception="KeyError: 'a'", evidence={"pairs": "xxxx"})
+    api.apply(run_id, [forged, journal.steps(2)])
+    answers = [
+        await api.http.get(path)
+        for path in (
+            f"/v1/runs/{run_id}",
+            *(f"/v1/runs/{run_id}/{name}" for name in (*SUBJECTS, *LISTS)),
+            *("/v1/runs", "/v1/goodput", "/v1/cluster"),
+        )
+    ]
+    answers += [
+        await browser.http.get(path)
+        for path in (*(f"/runs/{run_id}{name}" for name in PAGES), "/runs", "/queue", "/cluster")
+    ]
+    assert {str(each.url): each.status_code for each in answers if each.status_code != 200} == {}
+    found = (await api.get(f"/v1/runs/{run_id}/attempts"))["items"]
+    assert [(each["world_size"], len(each["workers"])) for each in found][:1] == [(2, 2)]
+
+
+def test_only_what_does_not_fit_is_left_out() -> None:
+    bad = [event(EventKind.EVALUATED, step={"a": 1}, metrics={}) for _ in range(50)]
+    late = event(EventKind.RESTORED, rejected=[])  # fits as long as there is no checkpoint
+    rows = [committed(10), *bad, committed(20), late, committed(30)]
+
+    def steps(found: list[EventRow]) -> list[int]:
+        return [each.step for each in checkpoints.checkpoints(found, {})]
+
+    assert folded(steps, rows) == [10, 20, 30]
+    assert folded(steps, [committed(10), *[late] * 50]) == [], "within bounded time"
