@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from everstep.wire import ClusterInfo, Node, NodeMark, NodeState
 from service.cluster.ray_jobs import RayError, RayJobs
-from service.model.rows import NodeMarkRow, maybe_time, to_time
+from service.model.rows import NodeMarkRow, maybe_time, past, to_time
 from storage.files.protocol import draft_beside
 
 HEARD_S: Final = 3.0
@@ -103,7 +103,7 @@ def with_mark(node: Node, row: NodeMarkRow | None, *, has_ranks: bool, now: floa
     )
     state: NodeState = node.state
     if state != "DEAD" and row.state == "draining":
-        state = "DRAINING" if has_ranks or now - row.at < HEARD_S else "DRAINED"
+        state = "DRAINING" if has_ranks or now - past(row.at, now) < HEARD_S else "DRAINED"
     elif state == "ALIVE":
         state = "CORDONED"
     return node.model_copy(update={"state": state, "mark": mark})

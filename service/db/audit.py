@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, or_, select, update
 
 from everstep.wire import Failure
 from service.db.engine import Store
@@ -180,7 +180,10 @@ class NotificationStore(Store):
 
     def due(self) -> list[Notification]:
         """Return the due notifications, the longest due first."""
-        query = Notification.select(notifications).where(notifications.c.next_at <= self._clock())
+        # The first try waits for nothing: if it lies ahead, the clock was set back.
+        columns = notifications.c
+        is_due = or_(columns.next_at <= self._clock(), columns.num_tries == 0)
+        query = Notification.select(notifications).where(is_due)
         return self._rows(Notification, query.order_by(notifications.c.next_at).limit(_DUE))
 
     def forget(self, notification: Notification) -> None:

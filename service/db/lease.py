@@ -66,7 +66,8 @@ class LeaseStore(Store):
                 insert(leases).values(name=name, holder=holder, fence=1, expires_at=now + LEASE_S)
             )
             return Lease(name, holder, 1)
-        if found.holder != holder and found.expires_at > now:
+        # One that expires later than any lease may is of a clock that was set back since.
+        if found.holder != holder and now < found.expires_at <= now + LEASE_S:
             return None
         fence = found.fence + (found.holder != holder)
         renewed = (

@@ -204,7 +204,7 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
             "run's driver log say more"
         )
         yield from _set_reason(run, ReasonCode.NO_PROGRESS, message)
-    if facts.now >= (run.submitted_at or 0.0) + backoff_s(run.fruitless):
+    if facts.now >= min(run.submitted_at or 0.0, facts.now) + backoff_s(run.fruitless):
         yield Start(run.id, run.submission)
 
 

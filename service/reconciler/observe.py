@@ -5,6 +5,7 @@ on.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from service.cluster.ray_jobs import RayJobs
 from service.db.node_marks import NodeMarks
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
+from service.model.rows import past
 from service.model.run_rows import RunRow
 from service.model.states import SUBMITTED
 from service.reconciler.capacity import amounts
@@ -131,7 +133,7 @@ class Observer:
             job = jobs.get(job_key(known), JobFact.UNKNOWN)
             refusal = self._poller.refusal(row.id, row.submission) if job == JobFact.ENDED else None
             words = self._poller.last_words(row.id, row.submission)
-            facts = facts_of(row, delivered, job, tail)
+            facts = facts_of(row, delivered, job, tail, self._clock())
             observed.append(replace(facts, storage_problem=refusal, last_words=words))
         self._waiting = {
             each.id: (self._known[each.id], each)
@@ -143,7 +145,9 @@ class Observer:
     def _facts_of_waiting(self, row: RunRow) -> RunFacts:
         """Return the facts of a waiting run, from the last look if its row is unchanged."""
         seen = self._waiting.get(row.id)
-        return seen[1] if seen is not None and seen[0] is row else facts_of(row)
+        if seen is not None and seen[0] is row:
+            return seen[1]
+        return facts_of(row, now=self._clock())
 
 
 # ---------------------------------------------------------------- row facts
@@ -156,37 +160,44 @@ def facts_of(
     delivered: Delivered = NOTHING_DELIVERED,
     job: JobFact = JobFact.UNKNOWN,
     tail: TailFact = TailFact.BEHIND,
+    now: float = math.inf,
 ) -> RunFacts:
-    """Return the facts of a row, with what is known about its job and its journal."""
+    """Return the facts of a row, with what is known about its job and its journal. Times later
+    than ``now`` count as now."""
     spec = row.stored_spec
     scaling, deadline_s = spec.scaling, spec.recovery.deadline_s
     shrunk = row.shrunk or {}
+    created_at = past(row.created_at, now)
+
+    def maybe_past(at: float | None) -> float | None:
+        return None if at is None else past(at, now)
+
     return RunFacts(
         id=row.id,
         status=row.status,
-        created_at=row.created_at,
+        created_at=created_at,
         project=row.project,
         priority=row.priority,
         reason=row.reason,
         stop=None if row.stop_requested == "delete" else row.stop_requested,
-        stop_at=row.stop_requested_at,
+        stop_at=maybe_past(row.stop_requested_at),
         stop_delivered=row.stop_requested is not None
         and (row.id, row.submission, row.stop_requested) in delivered.stops,
         submission=row.submission,
         job_recorded=row.ray_job_id is not None,
-        submitted_at=row.submitted_at,
+        submitted_at=maybe_past(row.submitted_at),
         fruitless=row.submission - _last_fruitful(row),
         never_began=row.submission - row.journal_submission,
         job=job,
         tail=tail,
-        deadline_at=None if deadline_s is None else row.created_at + deadline_s,
+        deadline_at=None if deadline_s is None else created_at + deadline_s,
         steps_done=row.total_steps is not None and row.step >= row.total_steps,
         min_workers=scaling.min_workers,
         max_workers=spec.most_workers,
         workers_limit=row.workers_limit,
         shrunk_to=shrunk.get("to"),
         shrunk_by=shrunk.get("by"),
-        shrunk_at=shrunk.get("at"),
+        shrunk_at=maybe_past(shrunk.get("at")),
         shrink_delivered=row.shrunk is not None
         and (row.id, row.submission, row.shrunk["to"]) in delivered.limits,
         world_size=row.world_size,

@@ -14,6 +14,7 @@ import structlog
 
 from service.db.checkpoints import CheckpointRecords, KeptCheckpoint
 from service.db.events import EventStore
+from service.model.rows import past
 from service.model.states import TransitionConflict
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
@@ -100,7 +101,7 @@ class Scrubber:
             self._due.extend(
                 kept
                 for kept in self._records.kept()
-                if now - kept.checked_at >= self._rule.interval_s
+                if now - past(kept.checked_at, now) >= self._rule.interval_s
             )
         for run_id in self._records.ended_between(self._swept_until, now - ORPHANS_AFTER_S):
             try:

@@ -28,7 +28,7 @@ from joserfc.jwk import JWKRegistry, Key, KeySet
 from everstep.options.serve import is_confidential_url
 from everstep.spec.plain_text import printable
 from service.model.provider_rule import ProviderRule
-from service.model.rows import NAME_CHARS
+from service.model.rows import NAME_CHARS, past
 
 # ---------------------------------------------------------------- problems
 
@@ -381,7 +381,8 @@ class Provider:
     async def _described(self) -> _Description:
         """Return the provider's description, at most some minutes old."""
         async with self._fetching:
-            if self._description is None or self._clock() - self._described_at >= KNOWN_S:
+            now = self._clock()
+            if self._description is None or now - past(self._described_at, now) >= KNOWN_S:
                 url = f"{self.rule.issuer.rstrip('/')}/.well-known/openid-configuration"
                 status, found = await self._json("GET", url)
                 if status != 200:
@@ -393,7 +394,8 @@ class Provider:
     async def _current_keys(self, description: _Description, at_most_s: float) -> KeySet:
         """Return the provider's keys, at most ``at_most_s`` old."""
         async with self._fetching:
-            if self._keys is None or self._clock() - self._keys_at >= at_most_s:
+            now = self._clock()
+            if self._keys is None or now - past(self._keys_at, now) >= at_most_s:
                 status, found = await self._json("GET", description.jwks_uri)
                 keys = key_set(found)
                 if status != 200 or not keys:

@@ -26,6 +26,7 @@ from service.annexes.alerts import formats
 from service.annexes.alerts.store import DeliveryStore, IncidentStore
 from service.annexes.alerts.tables import AlertRow, DeliveryRow
 from service.model.provider_rule import MailServer
+from service.model.rows import past
 from service.reconciler.webhook_sender import (
     DELIVERY_HEADER,
     SIGNATURE_HEADER,
@@ -82,10 +83,10 @@ class AlertSender:
     async def work(self) -> None:
         """Apply rules over time, then send what is due in parallel. Raises DatabaseError."""
         now = self._clock()
-        if now - self._applied_at >= OVER_TIME_S:
+        if now - past(self._applied_at, now) >= OVER_TIME_S:
             self._applied_at = now
             await asyncio.to_thread(self._incidents.work)
-        if now - self._pruned_at >= PRUNE_S:
+        if now - past(self._pruned_at, now) >= PRUNE_S:
             self._pruned_at = now
             await asyncio.to_thread(self._deliveries.prune)
         due = await asyncio.to_thread(self._deliveries.due)

@@ -211,7 +211,7 @@ def find_suspects(
             ignored.
     """
     recent = sorted(
-        (each for each in failures if now - rule.window_s < each.at <= now and _may_be_nodes(each)),
+        (each for each in failures if now - rule.window_s < each.at and _may_be_nodes(each)),
         key=lambda each: (each.at, each.node_id, each.run_id),
     )
     first_named: dict[str, str] = {}

@@ -13,7 +13,7 @@ from everstep.wire.events import EventKind
 from service.db.engine import insert_missing, replace_row
 from service.db.node_marks import NodeMarks
 from service.db.tables import events, node_marks, runs
-from service.model.rows import MarkState, NodeFailure, NodeMarkRow
+from service.model.rows import MarkState, NodeFailure, NodeMarkRow, past
 from storage.cluster import encode_marks, read_marks_file, write_marks_file
 from storage.filesystem import Storage
 
@@ -85,10 +85,10 @@ class NodeMarkStore(NodeMarks):
                         connection.execute(update(node_marks).where(here).values(gone_since=None))
                 elif row.gone_since is None:
                     connection.execute(update(node_marks).where(here).values(gone_since=now))
-                elif now - row.gone_since >= GONE_KEPT_S:
+                elif now - past(row.gone_since, now) >= GONE_KEPT_S:
                     connection.execute(delete(node_marks).where(here))
                     gone.append(row.node_id)
-                if row.state == "open" and now - row.at > pardon_s:
+                if row.state == "open" and now - past(row.at, now) > pardon_s:
                     connection.execute(delete(node_marks).where(here))
         return tuple(gone)
 
