@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +18,7 @@ from everstep.client.download import Code
 from everstep.client.runs import RunHandle
 from everstep.client.streams import Part, Patience
 from everstep.client.sweeps import Sweeps
-from everstep.client.transport import Timing, Transport, spec_body
+from everstep.client.transport import Timing, Transport, idempotency_header, spec_body
 from everstep.errors import UsageError
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.tasks import Catalog
@@ -207,9 +206,8 @@ class Runs(Part):
         Raises InvalidSpec with every fault of the spec, AuthError, Unavailable.
         """
         body = spec_body(spec)
-        key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
         params = {"create_project": create_project or None}
-        headers = {"Idempotency-Key": key}
+        headers = idempotency_header(idempotency_key)
         return self._handle(
             self._transport.post(
                 "/v1/runs", Run, body, params=params, headers=headers, repeatable=True

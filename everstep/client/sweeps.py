@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict, Unpack
@@ -10,7 +9,7 @@ from urllib.parse import quote
 
 from everstep.client.runs import RunHandle
 from everstep.client.streams import Part, Patience
-from everstep.client.transport import Transport, checked, spec_body
+from everstep.client.transport import Transport, checked, idempotency_header, spec_body
 from everstep.errors import NotFound, SweepFailed
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sweep import SweepSpec
@@ -215,13 +214,12 @@ class Sweeps(Part):
             seed=seed,
             name=name,
         )
-        key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
         made = self._transport.post(
             "/v1/sweeps",
             Sweep,
             body,
             params={"create_project": create_project or None},
-            headers={"Idempotency-Key": key},
+            headers=idempotency_header(idempotency_key),
             repeatable=True,
         )
         return self._handle(made)

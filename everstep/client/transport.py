@@ -10,6 +10,7 @@ import os
 import random
 import ssl
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -321,6 +322,17 @@ def _given(params: Params | None) -> dict[str, Any]:
 # ---------------------------------------------------------------- json body
 
 # Bodies of requests, checked before they are sent: JSON has no NaN, infinity or objects.
+
+
+def idempotency_header(key: str | None) -> dict[str, str]:
+    """Return the header with a key, or with one of its own. Raise InvalidSpec for a key that no
+    header can carry."""
+    if key is None:
+        key = uuid.uuid4().hex
+    if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
+        msg = f"must be 1 to 255 printable ASCII characters, not {key[:40]!r}; choose such a key"
+        raise InvalidSpec((FieldError(("idempotency_key",), msg),))
+    return {"Idempotency-Key": key}
 
 
 def spec_body(spec: RunSpec | Mapping[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,18 @@ def _construct_int(loader: SpecLoader, node: yaml.ScalarNode) -> int:
 SpecLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
+def _refuse(loader: SpecLoader, node: yaml.Node) -> None:
+    problem = (
+        f"a spec has no values of the type {node.tag}; write text, a number, true, false, null, a "
+        "list or a mapping"
+    )
+    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+for _name in ("binary", "timestamp", "omap", "pairs", "set"):
+    SpecLoader.add_constructor(f"tag:yaml.org,2002:{_name}", _refuse)
+
+
 class WrittenSpec(dict[str, Any]):
     """A spec from a file. ``written`` holds the original text of numbers and booleans in its
     sections: 1.10 is not 1.1."""

@@ -65,8 +65,9 @@ def identity_of(claims: Mapping[str, Any], rule: ProviderRule) -> Person:
     subject = claims["sub"]
     if len(subject) > _SUBJECT_CHARS:
         raise LogInRefused(f"the provider's id of this user is over {_SUBJECT_CHARS} characters")
-    email = claims.get("email")
-    if email and claims.get("email_verified") is False:
+    email, verified = claims.get("email"), claims.get("email_verified", True)
+    # Some providers send a text or a number; only what says yes counts.
+    if email and verified is not True and verified != "true":
         raise LogInRefused(
             f"the provider has not verified the address {email!r}; confirm it there first"
         )

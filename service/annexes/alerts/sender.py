@@ -194,6 +194,21 @@ def without_secrets(outcome: Outcome, secrets: Iterable[str]) -> Outcome:
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
+_NOT_PUBLIC: Final = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "168.63.129.16/32",  # Azure's own services, beside the metadata at 169.254.169.254
+            "::/96",  # IPv4-compatible
+            "::ffff:0:0:0/96",  # IPv4-translated (SIIT)
+            "64:ff9b:1::/48",  # NAT64 of a local network
+            "3fff::/20",  # documentation
+            "5f00::/16",  # segment routing
+            "fec0::/10",  # site-local
+        ),
+    )
+)
+"""Networks that Python's ``is_global`` takes for public."""
 _VARIABLE: Final = OPTIONS["notify_origins"].variable
 
 
@@ -208,6 +223,8 @@ def is_public(address: Address) -> bool:
     False
     """
     inner = [address, *_embedded(address)]
+    if any(each in network for each in inner for network in _NOT_PUBLIC):
+        return False
     return all(each.is_global and not each.is_multicast for each in inner)
 
 

@@ -144,6 +144,17 @@ def test_each_create_is_a_run_of_its_own_unless_a_key_is_given() -> None:
     assert first != second and third == fourth == "mine"
 
 
+@pytest.mark.parametrize("key", ["ключ", "", "a" * 256, "a\nb"])
+def test_a_key_that_no_header_can_carry_is_named(key: str) -> None:
+    script = Script()
+    what = "idempotency_key: must be 1 to 255 printable ASCII"
+    with pytest.raises(InvalidSpec, match=what):
+        client(script).runs.create({"name": "a"}, idempotency_key=key)
+    with pytest.raises(InvalidSpec, match=what):
+        client(script).sweeps.create({"name": "a"}, metric="loss", idempotency_key=key)
+    assert script.requests == []
+
+
 def test_an_action_that_may_have_happened_is_not_repeated() -> None:
     run = client(Script(ok())).runs.get(RUN_ID)
     for trouble in (

@@ -130,3 +130,13 @@ async def test_a_spec_is_submitted_once_and_a_wrong_one_kept(
     assert "/new" not in await viewer.page("/runs")
     for path in ("/new", "/new/check", "/new/field"):
         assert (await browser.http.post(path, data={"spec": "x"})).status_code == 403, "no token"
+
+
+@pytest.mark.parametrize(
+    "value", ["!!binary aGk=", "!!set {a, b}", "!!timestamp 2026-01-01", "!!omap [a: 1]", "!mine 5"]
+)
+async def test_a_value_of_another_type_is_a_fault_with_its_line(
+    browser: Browser, value: str
+) -> None:
+    answer = await send(browser, "/new", spec=f"name: digits\ntags: {value}\n")
+    assert answer.status_code == 422 and "line 2" in answer.text

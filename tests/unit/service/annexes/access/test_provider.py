@@ -134,7 +134,10 @@ async def test_a_sound_answer_names_the_person() -> None:
         ({"nbf": NOW + 61}, "not yet valid"),
         ({"sub": ""}, "sub"),
         ({"sub": 7}, "sub"),
-        ({"email_verified": False}, "not verified"),
+        *(
+            ({"email_verified": value}, "not verified")
+            for value in (False, "false", "False", "", 0, 1, None)
+        ),
         ({"groups": {"ml": True}}, "not a list of groups"),
         ({"sub": "x" * 256}, "over 255 characters"),
     ],

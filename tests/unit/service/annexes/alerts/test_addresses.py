@@ -43,6 +43,14 @@ RULE = NotifyRule(frozenset({"http://10.0.0.1:9000"}))
         "::ffff:169.254.169.254",
         "64:ff9b::a9fe:a9fe",
         "2002:7f00:1::",
+        "64:ff9b:1::808:808",
+        "::808:808",
+        "::ffff:0:808:808",
+        "5f00::1",
+        "3fff::1",
+        "fec0::1",
+        "168.63.129.16",
+        "::ffff:168.63.129.16",
     ],
 )
 def test_no_address_inside_is_public(text: str) -> None:
