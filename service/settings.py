@@ -8,6 +8,7 @@ import os
 import pwd
 import stat
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Final, Self
@@ -241,48 +242,63 @@ class HomeError(Exception):
     """The home directory cannot be used. The message says why and what to do."""
 
 
-class HomeLock:
-    """Locks a home directory for one service process. The lock ends with the process.
+class ServiceLock:
+    """Locks a file for one service process. The lock ends with the process; the file says who has
+    it.
 
-    Entering raises HomeError if the directory cannot be written, if other users may write it, or if
-    another service holds it.
+    Entering raises HomeError if the file cannot be written, or another service holds it.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._home = settings.home
-        self._path = settings.lock_path
+    def __init__(self, path: Path, what: str, way_out: str) -> None:
+        """``what`` is what the service has to itself, ``way_out`` another way to start."""
+        self._path, self._what, self._way_out = path, what, way_out
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
         try:
-            self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            refuse_open_home(self._home)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check()
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise HomeError(
-                f"the home directory {self._home} cannot be used ({exc.strerror}); choose one "
-                "that you can write with EVERSTEP_HOME"
+                f"{self._what} cannot be used ({exc.strerror}); {self._way_out}"
             ) from exc
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            holder = os.pread(descriptor, 512, 0).decode(errors="replace").strip()
             os.close(descriptor)
             raise HomeError(
-                f"a service (pid {holder or 'unknown'}) already runs on {self._home}; stop it "
-                f"with `kill {holder or 'PID'}`, "
-                "or give this one another home with EVERSTEP_HOME"
+                f"a service ({holder or 'unknown'}) already runs on {self._what}; stop it there "
+                f"with `kill PID`, or {self._way_out}"
             ) from exc
+        began = datetime.now(UTC).isoformat(timespec="seconds")
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(
+            descriptor, f"pid {os.getpid()} on {os.uname().nodename} since {began}\n".encode(), 0
+        )
         self._descriptor = descriptor
         return self
+
+    def _check(self) -> None:
+        """Raise HomeError if the place of the file must not be used."""
 
     def __exit__(self, *_: object) -> None:
         # The file stays: otherwise two services could lock two files of one name.
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class HomeLock(ServiceLock):
+    """Locks a home directory. Entering also raises HomeError if other users may write it."""
+
+    def __init__(self, settings: Settings) -> None:
+        way_out = "choose another home, one that you can write, with EVERSTEP_HOME"
+        super().__init__(settings.lock_path, f"the home directory {settings.home}", way_out)
+
+    def _check(self) -> None:
+        refuse_open_home(self._path.parent)
 
 
 def refuse_open_home(home: Path) -> None:

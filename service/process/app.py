@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
+from pathlib import Path
 
 import structlog
 from fastapi import Depends, FastAPI
@@ -22,13 +23,13 @@ from service.api.bodies import HeadMiddleware, refuse_unknown_query
 from service.api.context import ApiContext
 from service.api.guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
 from service.cluster.ray_jobs import RayError, RayJobs, RayRefused
-from service.db.engine import Database, DatabaseError
+from service.db.engine import Database, DatabaseError, checked_url
 from service.db.node_marks import NodeMarks, StorageRecords
 from service.embedded.cluster import EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
 from service.runs import checkpoints, history, logs, submission
 from service.runs import routes as runs
-from service.settings import CannotStart, Settings
+from service.settings import CannotStart, ServiceLock, Settings
 from service.storage_identity import StorageGate, begin_with
 from service.submission_rules.packages import StorageRoots
 from service.web import dashboard
@@ -115,6 +116,20 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_S = 5.0
 
 log = structlog.get_logger("everstep")
+
+
+def database_lock(settings: Settings) -> contextlib.AbstractContextManager[object]:
+    """Return the lock of a SQLite file for one service: a second one would revoke the first one's
+    token, and reconcile beside it. Replicas share a PostgreSQL. Entering raises HomeError."""
+    try:
+        url = checked_url(settings.database_url)
+    except DatabaseError:
+        return contextlib.nullcontext()  # opening it says what is wrong
+    if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
+        return contextlib.nullcontext()
+    path = Path(url.database).resolve()
+    way_out = "name another one with --database; several services can share a PostgreSQL"
+    return ServiceLock(Path(f"{path}.lock"), f"the database {path}", way_out)
 
 
 def opened(settings: Settings) -> tuple[Storage, Database]:

@@ -24,7 +24,7 @@ from everstep.spec.plain_text import printable_lines
 from everstep.text.words import count
 from service.db.engine import DatabaseError
 from service.embedded.cluster import ClusterError
-from service.process.app import opened, running_cluster
+from service.process.app import database_lock, opened, running_cluster
 from service.process.http import check_tls, listening
 from service.process.logs import configure_logging
 from service.process.serving import settings_of
@@ -49,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settings_of(argv)
         configure_logging(settings.log_format, settings.log_level)
-        with interruptible(), HomeLock(settings), listening(settings) as listener:
+        with (
+            interruptible(),
+            HomeLock(settings),
+            database_lock(settings),
+            listening(settings) as listener,
+        ):
             check_tls(settings)
             starting("storage and database")
             storage, database = opened(settings)

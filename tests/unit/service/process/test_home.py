@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from service.process.app import database_lock
+from service.process.serve import EXIT_CANNOT_START, main
 from service.settings import HomeError, HomeLock, Settings, published_url
 from tests.support.small_disk import mounted_small_disk
 
@@ -75,3 +77,22 @@ def test_an_address_that_cannot_be_written_leaves_no_draft(tmp_path: Path) -> No
         ):
             pass
         assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+def test_a_second_service_on_one_sqlite_file_is_refused_before_it_changes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, link = tmp_path / "shared.db", tmp_path / "link.db"
+    path.touch()
+    link.symlink_to(path)
+    first = Settings(home=tmp_path / "first", database_url=f"sqlite:///{path}")
+    monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "second"))
+    monkeypatch.setenv("EVERSTEP_DATABASE", f"sqlite:///{link}")
+    with database_lock(first):
+        assert main(["--ray-address", "http://127.0.0.1:9", "--port", "0"]) == EXIT_CANNOT_START
+    said = capsys.readouterr().err
+    assert f"(pid {os.getpid()} on {os.uname().nodename} since 20" in said
+    assert f"already runs on the database {path}" in said and "--database" in said
+    assert path.read_bytes() == b"", "no table was made, and so no token revoked"
+    with database_lock(first):  # it ends with the process, and with the block
+        pass
