@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from importlib.metadata import version as installed
 from pathlib import Path
 
@@ -21,8 +22,11 @@ from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from tests.support.digits_run import STEPS_PER_EPOCH
-from tests.support.release_home import EPOCHS, VERSIONS, unpack_home
+from tests.support.release_home import DATA, EPOCHS, VERSIONS, unpack_home
 from train_fn.checkpoints.commit import load_checkpoint
+
+RELEASED = {"0.1.0": "8be73841a46565e5e9a85aac3468d872153f69e72f1e265692762003814b05ea"}
+"""SHA-256 of each released version's home."""
 
 
 @pytest.fixture(params=VERSIONS)
@@ -84,6 +88,16 @@ def test_a_journal_has_every_step_once(home: Path, ids: dict[str, str]) -> None:
     assert [event.data["verdict"] for event in events if event.kind is EventKind.FAILURE] == [
         "worker_lost"
     ]
+
+
+def test_what_a_release_left_behind_stays_as_it_was() -> None:
+    """A change of a table, a journal or a checkpoint needs a migration and a new version, and not a
+    new home of the old one."""
+    digests = {
+        version: hashlib.sha256((DATA / version / "home.tar.xz").read_bytes()).hexdigest()
+        for version in RELEASED
+    }
+    assert digests == RELEASED
 
 
 def test_this_version_is_among_them() -> None:

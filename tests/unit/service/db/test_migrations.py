@@ -82,11 +82,22 @@ def test_tables_of_a_version_that_is_not_known_are_left_alone(tmp_path: Path) ->
     database.migrate()
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(DatabaseOfAnotherVersion, match=r"e\.db.*9999.*start the version"):
+    with pytest.raises(DatabaseOfAnotherVersion, match=r"e\.db.*9999.*Start the version"):
         database.migrate()
     with database.read() as connection:
         found = connection.execute(text("SELECT version_num FROM alembic_version"))
         assert found.scalar_one() == "9999"
+    database.close()
+
+
+def test_tables_that_changed_without_a_new_revision_are_refused(database_url: str) -> None:
+    database = Database(database_url)
+    database.migrate()
+    with database.write() as connection:
+        connection.execute(text("ALTER TABLE runs DROP COLUMN notes"))
+        connection.execute(text("DROP TABLE storage_identity"))
+    with pytest.raises(DatabaseOfAnotherVersion, match=r"lacks .*Nothing was changed.*runbook"):
+        database.migrate()
     database.close()
 
 
