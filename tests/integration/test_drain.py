@@ -114,3 +114,25 @@ def test_a_drain_without_other_room_frees_the_node_and_the_run_goes_on_once_it_m
     assert run.status == "SUCCEEDED" and run.steps_lost == 0
     assert_every_sample_counted_once(run, epochs=20)
     assert [failure.verdict for failure in run.failures()] == ["preemption"]
+
+
+def test_the_only_survivor_gives_its_state_from_a_node_that_gets_no_ranks(client: Client) -> None:
+    spec = digits("survivor", epochs=2000, workers=(1, 2), checkpoint={"every_steps": 100_000})
+    run = client.runs.create(spec)
+    wait_for_step(run, 60)
+    lives, dies = sorted(run.attempts()[-1].workers, key=lambda worker: worker.rank)
+    closed = [node.id for node in client.cluster().nodes if node.id != dies.node_id]
+    for node_id in closed:
+        client.nodes.cordon(node_id)
+    wait_for_step(run, run.step + 40)  # the run knows of it
+    psutil.Process(dies.pid).kill()
+    wait_for(lambda: len(run.attempts()) == 2, 120, "the second attempt")
+    assert nodes_of(run) == [dies.node_id] and lives.node_id in closed
+    [failure] = wait_for(
+        lambda: [each for each in run.failures() if each.steps_lost is not None], 60, "a step"
+    )
+    assert (failure.verdict, failure.steps_lost) == ("worker_lost", 0)
+    run.cancel()
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
+    steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
+    assert steps == list(range(1, run.step + 1)), "each was made once"

@@ -363,6 +363,23 @@ def test_ranks_leave_a_draining_node_before_it_goes(begin: Begin, cluster: RayCl
     assert run.last(EventKind.FINISHED).data["reason"]["code"] == "paused_by_user"
 
 
+@pytest.mark.chaos
+def test_a_survivor_gives_its_state_from_a_node_on_which_ray_starts_nothing(
+    begin: Begin, cluster: RayCluster
+) -> None:
+    run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}))
+    run.wait_for_step(20)
+    drained, killed = run.worker(0), run.worker(1)
+    cluster.drain_node(drained["node_id"], deadline_s=120)
+    os.kill(killed["pid"], signal.SIGKILL)
+    run.wait_for(lambda: run.of(EventKind.RECOVERED), "the step after it")
+    assert [each["node_id"] for each in run.last(EventKind.ATTEMPT_STARTED).data["workers"]] == [
+        killed["node_id"]
+    ]
+    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
+    assert run.last(EventKind.RESTORED).data["source"] == "snapshot"
+
+
 @pytest.mark.parametrize("how", ["stopped process", *only_in_chaos("endless loop")])
 def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
     tags = {"hang_at": "40"} if how == "endless loop" else {}

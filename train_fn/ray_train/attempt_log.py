@@ -38,6 +38,8 @@ class AttemptLog:
         self._own_function = engine.job.spec.runs_own_function
         self._is_script = engine.job.spec.runs_script
         self.world_size = 0
+        self.nodes = set(engine.history.nodes)
+        """Ids of all nodes that ever ran ranks of the run: their snapshots may be there."""
         self.is_open = False
         """Whether the attempt's start was reported, but not its end."""
         self._last_step_before = engine.history.last_step
@@ -69,6 +71,7 @@ class AttemptLog:
         """Report that the attempt's ranks have started."""
         self.is_open = True
         self.world_size = len(workers)
+        self.nodes |= {worker.metadata.node_id for worker in workers}
         places = [
             {
                 "rank": worker.distributed_context.world_rank,

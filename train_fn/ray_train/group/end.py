@@ -305,6 +305,13 @@ def end_processes(actors: Sequence[Any], hold_s: float) -> None:
     Processes that do not answer within ``SILENT_S`` are ended at once. Never raises. May be called
     from any thread.
     """
+    leave_states(actors, hold_s)
+    for actor in actors:
+        ray.kill(actor)
+
+
+def leave_states(actors: Sequence[Any], hold_s: float) -> None:
+    """Let ranks' processes write the states that they keep as snapshots. Never raises."""
     if not actors:
         return
     try:
@@ -330,8 +337,6 @@ def end_processes(actors: Sequence[Any], hold_s: float) -> None:
             logger.warning("%d processes did not write the states they kept in time", len(late))
     except Exception as exc:
         logger.warning("processes are ended without their states: %s", exc)
-    for actor in actors:
-        ray.kill(actor)
 
 
 # ---------------------------------------------------------------- rank reports

@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.group.end import SurvivingProcess, Survivors, end_processes
+from train_fn.ray_train.group.left_states import LeftStates, may_lie_elsewhere
 from train_fn.ray_train.group.node_checks import LinkChecks, PreflightChecks
 from train_fn.ray_train.group.placement import Placement
 from train_fn.ray_train.group.rank_actors import RankActors
@@ -197,6 +198,7 @@ class GroupFactory:
             self._nodes.exclude,
             self._preflight,
             self.links,
+            self._bring,
             survivors,
             self._starts.limit_s,
         )
@@ -210,3 +212,18 @@ class GroupFactory:
             on_created=self._on_started,
             **kwargs,
         )
+
+    def _bring(
+        self,
+        chosen: Collection[str],
+        used: Sequence[SurvivingProcess],
+        ending: Sequence[SurvivingProcess],
+    ) -> None:
+        """Bring the newest state to the chosen nodes, if it may lie on a node without a rank."""
+        log, job = self._attempt_log, self._engine.job
+        done = (log.last_step(()) or 0) if log.nodes - {*chosen} else 0
+        kept, ended = ([one.step for one in each] for each in (used, ending))
+        if may_lie_elsewhere(kept, ended, done, in_pieces=job.spec.train.sharding != "none"):
+            processes = {one.bundle.node_id: one.actor for one in (*used, *ending)}
+            nodes = log.nodes | {*chosen}
+            LeftStates(job.run_dir, job.submission, nodes, processes).bring_to(chosen)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.ray_train.group.end import NO_STATE, SurvivingProcess, end_processes
+from train_fn.ray_train.group.end import (
+    NO_STATE,
+    SurvivingProcess,
+    end_processes,
+    leave_states,
+)
 from train_fn.ray_train.group.node_checks import (
     ExcludeNodes,
     LinkChecks,
@@ -53,6 +58,8 @@ class RankActors:
         exclude: called with nodes that get no ranks for a while.
         preflight: checks nodes that are new to the run.
         links: checks nodes between which an earlier attempt failed.
+        bring: brings a newer state to the group's nodes, given these, the processes that it uses,
+            and those that end.
         survivors: processes of earlier ranks, newest state first. Those on chosen nodes serve this
             attempt; the others are ended.
         answer_s: longest time in seconds for one of them to begin this attempt.
@@ -67,6 +74,7 @@ class RankActors:
         exclude: ExcludeNodes,
         preflight: PreflightChecks,
         links: LinkChecks,
+        bring: Callable[..., None],
         survivors: Sequence[SurvivingProcess] = (),
         answer_s: float = float("inf"),
     ) -> None:
@@ -79,6 +87,7 @@ class RankActors:
         self._exclude = exclude
         self._preflight = preflight
         self._links = links
+        self._bring = bring
         self._nodes: dict[str, NodeView] = {}
         self._bundles: list[Bundle] = []
         self._actors: list[Any] = []
@@ -122,7 +131,7 @@ class RankActors:
             len(used) < context.num_workers or any(one not in used for one in trains)
         ):
             return False  # a process is missing that does not come in time, or would be ended
-        self._end_all_but(used)
+        self._end_all_but(used, chosen or {})
         bundles = (
             self._placement.reserve(
                 chosen,
@@ -241,9 +250,10 @@ class RankActors:
             for actor in list(actors):
                 ray.kill(actor)
 
-    def _end_all_but(self, used: Sequence[SurvivingProcess]) -> None:
+    def _end_all_but(self, used: Sequence[SurvivingProcess], chosen: Collection[str]) -> None:
         """End the survivors that this group does not use, before their bundles are removed and
-        before a rank looks for their states. A state that two used ones have is not written."""
+        before a rank looks for their states. A state that two used ones have is not written; one
+        that no used one has is brought to the ``chosen`` nodes."""
         unused = [one for one in self._survivors if one not in used]
         self._survivors = list(used)
         asked = []
@@ -251,8 +261,12 @@ class RankActors:
             if one.step == NO_STATE or sum(other.step >= one.step for other in used) > 1:
                 ray.kill(one.actor)
             else:
-                asked.append(one.actor)
-        end_processes(asked, self._settings.hold_s)
+                asked.append(one)
+        leave_states([one.actor for one in asked], self._settings.hold_s)
+        if chosen:
+            self._bring(chosen, used, asked)
+        for one in asked:
+            ray.kill(one.actor)
 
     def _require_none_stopped(self, answers: Sequence[Any]) -> None:
         """Raise WorkerGroupStartupFailedError if a process of an earlier rank is stopped. The

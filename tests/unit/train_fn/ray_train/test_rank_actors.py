@@ -22,9 +22,7 @@ def actors_with_a_survivor(done: list[Any]) -> RankActors:
     launch: Any = SimpleNamespace(in_process=True)
     placement: Any = SimpleNamespace(release=lambda: done.append("release"))
     unused: Any = None
-    return RankActors(
-        launch, RecoverySettings(), placement, unused, unused, unused, unused, [survivor]
-    )
+    return RankActors(launch, RecoverySettings(), placement, *[unused] * 5, [survivor])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Where the newest state is looked for before a group begins, and what is brought to its nodes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from train_fn.ray_train.group import factory
+from train_fn.ray_train.group.factory import GroupFactory
+from train_fn.ray_train.group.left_states import may_lie_elsewhere, pieces_to_bring
+from train_fn.snapshots.election import Offer
+from train_fn.snapshots.store import Label
+
+
+@pytest.mark.parametrize(
+    ("kept", "ending", "done", "in_pieces", "expected"),
+    [
+        ([], [123], 123, False, True),  # the only survivor is on a node without a rank
+        ([], [], 123, False, True),  # all have died, and one of them had published
+        ([122], [123], 122, False, True),  # a survivor may be a step ahead
+        ([123], [123], 123, False, False),
+        ([124], [], 123, False, False),  # the journal lags behind
+        ([123], [], 123, True, True),  # no process has all pieces
+        ([], [], 0, True, False),  # nothing was trained yet
+    ],
+)
+def test_a_state_is_looked_for_elsewhere_if_no_process_of_the_group_keeps_the_newest(
+    kept: list[int], ending: list[int], done: int, in_pieces: bool, expected: bool
+) -> None:
+    assert may_lie_elsewhere(kept, ending, done, in_pieces=in_pieces) is expected
+
+
+def offer(at: int, step: int, rank: int = 0, pieces: int = 1) -> Offer:
+    return Offer(at, Label(1, 1, step, rank, f"{step}-{rank % pieces}", None, pieces=pieces))
+
+
+@pytest.mark.parametrize(
+    ("offers", "brought"),
+    [
+        ([offer(2, 123), offer(3, 123)], [offer(2, 123)]),  # once, whoever else has it
+        ([offer(0, 108), offer(2, 123)], [offer(2, 123)]),
+        ([offer(1, 123), offer(2, 123)], []),
+        ([offer(1, 123), offer(2, 90)], []),
+        ([], []),
+        (
+            [offer(0, 9, 0, 3), offer(2, 9, 1, 3), offer(2, 9, 2, 3), offer(3, 9, 2, 3)],
+            [offer(2, 9, 1, 3), offer(2, 9, 2, 3)],
+        ),
+        ([offer(0, 9, 0, 2), offer(2, 10, 1, 2)], []),  # it is nowhere whole
+    ],
+)
+def test_what_the_group_lacks_of_the_newest_state_is_brought(
+    offers: list[Offer], brought: list[Offer]
+) -> None:
+    """The group has nodes 0 and 1."""
+    assert pieces_to_bring(offers, 2, submission=1) == brought
+
+
+def test_every_node_that_ever_ran_ranks_is_asked_whatever_may_be_placed_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither marks nor room nor labels of a node are looked at."""
+    asked: list[Any] = []
+    states = SimpleNamespace(bring_to=lambda chosen: asked.append(chosen))
+    monkeypatch.setattr(factory, "LeftStates", lambda *args: asked.append(args) or states)
+    lives = SimpleNamespace(step=123, bundle=SimpleNamespace(node_id="drained"), actor="process")
+    made: Any = SimpleNamespace(
+        _attempt_log=SimpleNamespace(nodes={"drained", "full", "b"}, last_step=lambda reports: 123),
+        _engine=SimpleNamespace(
+            job=SimpleNamespace(
+                run_dir="run_dir",
+                submission=2,
+                spec=SimpleNamespace(train=SimpleNamespace(sharding="none")),
+            )
+        ),
+    )
+    GroupFactory._bring(made, ["b", "c"], [], [lives])
+    nodes = {"drained", "full", "b", "c"}
+    assert asked == [("run_dir", 2, nodes, {"drained": "process"}), ["b", "c"]]
+    made._attempt_log.nodes = {"b"}
+    GroupFactory._bring(made, ["b", "c"], [], [])
+    assert len(asked) == 2, "no other node can have a state"
