@@ -27,8 +27,8 @@ TRANSITIONS: Final = MappingProxyType(
     }
 )
 """Statuses that may follow each status. A run that never fits stays QUEUED with a reason; trouble
-of the control plane is never FAILED; a lost driver leads to RECOVERING, from which the next
-submission goes on."""
+of the control plane is FAILED only after hours; a lost driver leads to RECOVERING, from which the
+next submission goes on."""
 
 SUBMITTED: Final = frozenset(
     {RunStatus.STARTING, RunStatus.RUNNING, RunStatus.RECOVERING, RunStatus.STOPPING}

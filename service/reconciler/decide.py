@@ -53,7 +53,9 @@ FIRST_BACKOFF_S: Final = 2.0
 LONGEST_BACKOFF_S: Final = 60.0
 MANY_FRUITLESS: Final = 10
 """Submissions in a row without a checkpoint after which a run reports no_progress. It keeps trying:
-drivers without a verdict are trouble of the control plane, which fails no run."""
+drivers without a verdict are trouble of the control plane."""
+MOST_FRUITLESS: Final = 500
+"""So many end it, or pause it while its storage fails: it has tried for eight hours."""
 MOST_NEVER_BEGUN: Final = 3
 """Drivers in a row that end, by themselves, before they begin, after which a run fails."""
 STRAY_GRACE_S: Final = 20.0
@@ -183,6 +185,11 @@ def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
 
 def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     """Replace a job that is gone without a verdict in its journal by the next submission."""
+    message = (
+        f"the last {run.fruitless} submissions ended without a verdict and without a new "
+        f"checkpoint. The Ray job's own log ({submission_id(run.id, run.submission)}) and the "
+        "run's driver log say more"
+    )
     if run.last_words is not None and run.never_began:
         reason = Reason(code=ReasonCode.DRIVER_NEVER_BEGAN, message=_never_began(run))
         yield KeepLastWords(run.id, run.submission, run.last_words)
@@ -191,20 +198,22 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
             return
         if run.reason != reason:
             yield SetReason(run.id, run.status, reason)
+    elif run.fruitless >= MOST_FRUITLESS and run.storage_problem is not None:
+        reason = Reason(code=ReasonCode.STORAGE_UNAVAILABLE, message=run.storage_problem)
+        yield ChangeStatus(run.id, run.status, run.submission, RunStatus.PAUSED, reason)
+        return
     elif run.storage_problem is not None:
         yield from _set_reason(run, ReasonCode.STORAGE_UNAVAILABLE, run.storage_problem)
+    elif run.fruitless >= MOST_FRUITLESS:
+        reason = Reason(code=ReasonCode.NO_PROGRESS, message=message)
+        yield ChangeStatus(run.id, run.status, run.submission, RunStatus.FAILED, reason)
     elif run.fruitless >= MANY_FRUITLESS and (
         run.reason is None or run.reason.code != ReasonCode.STORAGE_UNAVAILABLE
     ):
-        message = (
-            f"the last {run.fruitless} submissions ended without a verdict and without a new "
-            "checkpoint; the next one comes "
-            f"{LONGEST_BACKOFF_S:g} s after the last. The Ray job's own log "
-            f"({submission_id(run.id, run.submission)}) and the "
-            "run's driver log say more"
-        )
+        message += f"; the next one comes {LONGEST_BACKOFF_S:g} s after the last"
         yield from _set_reason(run, ReasonCode.NO_PROGRESS, message)
-    if facts.now >= min(run.submitted_at or 0.0, facts.now) + backoff_s(run.fruitless):
+    is_due = facts.now >= min(run.submitted_at or 0.0, facts.now) + backoff_s(run.fruitless)
+    if is_due and run.fruitless < MOST_FRUITLESS:
         yield Start(run.id, run.submission)
 
 

@@ -88,6 +88,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         self._patience_s = patience_s
         self._settle_next = settle_next
         self._decision: Decision | None = None
+        self._num_unjudged = 0
 
     @property
     def final(self) -> Decision | None:
@@ -100,7 +101,9 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             return self._decide(training_failed_error)
         except Exception:
             logger.exception("the failure could not be judged; restarting from what survives")
-            return FailureDecision.RETRY
+            self._num_unjudged += 1
+            is_last = self._num_unjudged >= self._settings.no_progress_limit
+            return FailureDecision.RAISE if is_last else FailureDecision.RETRY
 
     def note_preemption(self, group: EverstepWorkerGroup, asked_at: float) -> None:
         """Report that the ranks have saved and exited before their node is removed.

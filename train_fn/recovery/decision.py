@@ -27,6 +27,9 @@ from train_fn.recovery.verdict import ALL_DIED, Judgement
 _FIRST_BACKOFF_S = 0.5
 """Pause before the restart after the third failure in a row; it doubles with each further one."""
 _MOST_DOUBLINGS = 16
+OUTSIDE_LIMIT = 1000
+"""So many failures in a row without a new step end a run whose cause lies outside of it: it has
+waited for eight hours."""
 _OF_A_NODE = frozenset({Verdict.HARDWARE, Verdict.SILENT_CORRUPTION})
 """Verdicts after which the run moves away from the node, if it can."""
 
@@ -72,7 +75,8 @@ def decide(
     verdict = judgement.verdict
     if verdict is Verdict.USER_ERROR:
         return _after_user_error(judgement, past, spec, dispensable)
-    if verdict is Verdict.PREEMPTION:
+    in_a_row = failures_in_a_row(judgement, past)
+    if verdict is Verdict.PREEMPTION and in_a_row < OUTSIDE_LIMIT:
         return Decision(True, budget_of(verdict), "restart on the remaining nodes")
     end = (
         storage_is_not_shared(judgement)
@@ -87,14 +91,11 @@ def decide(
     moved = _node_to_move(judgement, past, dispensable)
     if moved is None and (end := nodes_cannot_meet(judgement, past)) is not None:
         return _stop(judgement, end)
-    in_a_row = failures_in_a_row(judgement, past)
     backoff_s = backoff(in_a_row, backoff_max_s)
     if verdict is Verdict.STORAGE:
         return _after_storage_failure(judgement, in_a_row, backoff_s, checkpoint)
-    if verdict is not Verdict.CONTROL_PLANE:
-        end = budget_is_spent(judgement, in_a_row, spec, no_progress_limit)
-        if end is not None:
-            return _stop(judgement, end)
+    if end := budget_is_spent(judgement, in_a_row, spec, no_progress_limit):
+        return _stop(judgement, end)
     action = _restart(verdict, backoff_s, moved)
     if (times := deaths_of_all(judgement, past)) > 1:
         action = f"{action}; all ranks died {times} times in a row, so their code may be the cause"
@@ -138,14 +139,14 @@ def _after_user_error(
 def _after_storage_failure(
     judgement: Judgement, in_a_row: int, backoff_s: float, checkpoint: CheckpointSpec | None
 ) -> Decision:
-    """Wait for the storage, or pause if the spec prefers that. The run never fails for it: nothing
-    of its own is wrong."""
-    budget = budget_of(judgement.verdict)
-    pauses = checkpoint is not None and checkpoint.on_failed_saves == "pause"
-    if pauses and checkpoint is not None and in_a_row >= checkpoint.max_failed_saves:
+    """Wait for the storage, or pause: early if the spec prefers that. The run never fails for it:
+    nothing of its own is wrong."""
+    budget, limit, why = budget_of(judgement.verdict), OUTSIDE_LIMIT, ""
+    if checkpoint is not None and checkpoint.on_failed_saves == "pause":
+        limit, why = checkpoint.max_failed_saves, " (checkpoint.on_failed_saves is pause)"
+    if in_a_row >= limit:
         message = (
-            f"paused after {in_a_row} storage failures in a row {judgement.place} "
-            "(checkpoint.on_failed_saves is pause); "
+            f"paused after {in_a_row} storage failures in a row {judgement.place}{why}; "
             f"repair the storage, then resume the run. The last failure: {judgement.exception}"
         )
         reason = ReasonCode.STORAGE_UNAVAILABLE
@@ -365,8 +366,10 @@ def nodes_cannot_meet(judgement: Judgement, past: Sequence[PastFailure]) -> RunE
 def budget_is_spent(
     judgement: Judgement, in_a_row: int, spec: RecoverySpec, no_progress_limit: int
 ) -> RunEnd | None:
-    """End a run with too many system failures in a row."""
-    if in_a_row > spec.max_system_failures:
+    """End a run with too many failures in a row that are not its code's."""
+    if budget_of(judgement.verdict) != SYSTEM:
+        no_progress_limit = OUTSIDE_LIMIT
+    elif in_a_row > spec.max_system_failures:
         return RunEnd(
             ReasonCode.SYSTEM_FAILURES_EXHAUSTED,
             f"{in_a_row} system failures in a row without progress exceed "
@@ -398,16 +401,17 @@ def _last(judgement: Judgement) -> str:
 # The earlier failures of a run: which budget each is charged to, and how many in a row came
 # without progress.
 
+SYSTEM = "system_failures"
 BUDGET_OF = {
     Verdict.USER_ERROR: "user_errors",
     Verdict.PREEMPTION: "preemptions",
     Verdict.CONTROL_PLANE: "control_plane",
     Verdict.STORAGE: "storage",
 }
-"""The budget that each verdict is charged to; all others are charged to ``system_failures``.
+"""The budget that each verdict is charged to; all others are charged to ``SYSTEM``.
 
-Only ``user_errors`` and ``system_failures`` can run out. A preemption, or trouble of the control
-plane or the storage, is not the run's fault: the run retries with a growing backoff."""
+A preemption, or trouble of the control plane or the storage, is not the run's fault: it is retried
+``OUTSIDE_LIMIT`` times."""
 
 SCRIPT_PROGRESS_S = 300.0
 """A script that reports no steps is taken to make progress once it has run for so many seconds."""
@@ -436,7 +440,7 @@ class PastFailure:
 
 def budget_of(verdict: Verdict) -> str:
     """Return the budget that a failure with this verdict is charged to."""
-    return BUDGET_OF.get(verdict, "system_failures")
+    return BUDGET_OF.get(verdict, SYSTEM)
 
 
 def made_progress(failure: PastFailure | Judgement) -> bool:
@@ -446,23 +450,25 @@ def made_progress(failure: PastFailure | Judgement) -> bool:
 
 def failures_in_a_row(judgement: Judgement, past: Sequence[PastFailure]) -> int:
     """Return how many failures of this budget came without progress: this one, and those before it
-    down to the last one at a smaller step.
+    down to the last one at a smaller step. Where steps are lost and made again, those since the
+    newest step that did not get further than the failure before them count as well.
 
     A failure whose step is unknown counts at the step of the failure before it: as step 0 it would
     look like a step back. A script that reports no steps moves on by running for long.
     """
-    count = 1
+    count, again = 1, 0
     if made_progress(judgement):
         return count
     steps: list[int] = []
     for known in (*(failure.step for failure in past), judgement.step):
         steps.append(known if known is not None else steps[-1] if steps else 0)
-    for failure, step in zip(reversed(past), reversed(steps[:-1]), strict=True):
+    moved = [at for at, failure in enumerate(past) if made_progress(failure)]
+    newest, is_in_a_row = max([steps.index(max(steps)), *moved]), True
+    for at, failure in reversed([*enumerate(past)]):
         if budget_of(failure.verdict) != budget_of(judgement.verdict):
             continue
-        if steps[-1] > step:
-            break
-        count += 1
-        if made_progress(failure):
-            break
-    return count
+        again += at >= newest and steps[at + 1] <= steps[at]
+        is_in_a_row = is_in_a_row and steps[-1] <= steps[at]
+        count += is_in_a_row
+        is_in_a_row = is_in_a_row and not made_progress(failure)
+    return max(count, again)

@@ -3,8 +3,11 @@ Everstep."""
 
 from __future__ import annotations
 
+import errno
 import io
 import re
+import resource
+import select
 import traceback
 from pathlib import Path
 
@@ -43,6 +46,10 @@ _FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _FULL_ADVICE = (
     "the disk is full. Free some space there, or let your code write to a disk that has room"
 )
+
+_OF_PROCESS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_USED_UP = re.compile(r"Too many open files|received \d+ items of ancdata")
+_OPEN = "close those that were read, open them in __getitem__, or raise the limit (ulimit -n)"
 
 USER_FRAME = re.compile(
     r'File "[^"\n]*/(?:cache/code/[0-9a-f]{64}|runs/[^"/\n]+/workdir)/([^"\n]+)", '
@@ -100,6 +107,25 @@ def with_full_disk(message: str, exc: BaseException) -> str:
     where = f": {path!r}" if path is not None and path not in message else ""
     first, *rest = message.split("\n", 1)
     return "\n".join([f"{first}{where}; {_FULL_ADVICE}", *rest])
+
+
+def is_of_process(exc: BaseException) -> bool:
+    """Return whether the process has used up its own files or memory. Torch's RuntimeError, and an
+    error of a loader process, have no number."""
+    number = getattr(exc, "errno", None)
+    is_plain = number is None and isinstance(exc, OSError | RuntimeError)
+    return number in _OF_PROCESS or (is_plain and _USED_UP.search(text_of(exc)) is not None)
+
+
+def with_open_files(message: str) -> str:
+    """Return the message with how many files this process has open. No file can be opened to count
+    them."""
+    most, asked = resource.getrlimit(resource.RLIMIT_NOFILE)[0], select.poll()
+    for number in range(most):
+        asked.register(number, 0)
+    count = most - sum(bool(found & select.POLLNVAL) for _, found in asked.poll(0))
+    first, *rest = message.split("\n", 1)
+    return "\n".join([f"{first}; this process has {count} of {most} files open: {_OPEN}", *rest])
 
 
 def _file_at_hand(exc: BaseException) -> str | None:

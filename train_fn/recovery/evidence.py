@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import sys
 import traceback
@@ -31,11 +30,13 @@ from train_fn.errors import (
     TrainError,
 )
 from train_fn.recovery.error_text import (
+    is_of_process,
     message_of,
     plain_message,
     text_of,
     user_place,
     with_full_disk,
+    with_open_files,
     with_place,
 )
 from train_fn.recovery.links import Pairs, as_json, pairs_of
@@ -123,14 +124,17 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
     trace = "".join(traceback.format_exception(exc))
     place = user_place(trace)
     kind = kind_of(exc)
-    message = plain_message(message_of(exc))[:1600]
+    used_up = next(filter(is_of_process, _chain(exc)), None)
+    message = plain_message(message_of(used_up or exc))[:1600]
     if kind is ErrorKind.USER:
-        message = with_full_disk(message, exc)[:1800]
+        message = with_full_disk(message, exc)[:1700]
+    if used_up is not None:
+        message = with_open_files(message)
     step = getattr(exc, "step", None) if isinstance(exc, TrainError) else None
     return RankError(
         rank=rank,
         kind=kind,
-        type=type(exc).__name__,
+        type=type(used_up or exc).__name__,
         message=written_out(with_place(message, place and place.partition(", in ")[0])[:2000]),
         traceback=written_out(_shorten(trace)),
         step=step,
@@ -407,11 +411,6 @@ def _lost_its_loader(exc: BaseException) -> bool:
 
 _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.OUT_OF_MEMORY, MemoryError),
-    _Row(
-        ErrorKind.OUT_OF_MEMORY,
-        OSError,
-        holds=lambda exc: getattr(exc, "errno", None) == errno.ENOMEM,
-    ),
     _Row(ErrorKind.OUT_OF_MEMORY, "ray.exceptions:OutOfMemoryError"),
     _Row(ErrorKind.DEVICE_MEMORY, "torch:OutOfMemoryError"),
     _Row(ErrorKind.DEVICE_MEMORY, "torch:AcceleratorError", _DEVICE_MEMORY_WORDS),
@@ -451,6 +450,8 @@ def kind_of(exc: BaseException) -> ErrorKind:
 
     Call it before the exception's frames are cleared.
     """
+    if any(map(is_of_process, _chain(exc))):  # whoever met it first: storage code may
+        return ErrorKind.USER
     for each in _chain(exc):
         for cls in type(each).__mro__:
             for row in _TABLE:

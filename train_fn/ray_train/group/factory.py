@@ -213,12 +213,7 @@ class GroupFactory:
             **kwargs,
         )
 
-    def _bring(
-        self,
-        chosen: Collection[str],
-        used: Sequence[SurvivingProcess],
-        ending: Sequence[SurvivingProcess],
-    ) -> None:
+    def _bring(self, chosen: Collection[str], used: Sequence[Any], ending: Sequence[Any]) -> None:
         """Bring the newest state to the chosen nodes, if it may lie on a node without a rank."""
         log, job = self._attempt_log, self._engine.job
         done = (log.last_step(()) or 0) if log.nodes - {*chosen} else 0

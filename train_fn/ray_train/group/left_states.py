@@ -43,6 +43,7 @@ ASK_S = 20.0
 """Timeout in seconds for the nodes to list their snapshots."""
 SAVE_S = 600.0
 """Timeout in seconds for the last save, and for a state to come to another node."""
+_Store = tuple[RunDir, str, int]
 _BLOCK_BYTES = 32 << 20
 """Bytes of a state that travel at once."""
 
@@ -193,16 +194,14 @@ def _labels(run_dir: RunDir, node_id: str, submission: int) -> list[Label]:
     return node_snapshots(run_dir, node_id, submission).labels()
 
 
-def _block(store: tuple[RunDir, str, int], label: Label, at: int) -> tuple[int, bytes]:
+def _block(store: _Store, label: Label, at: int) -> tuple[int, bytes]:
     """Return the size of a snapshot's file on this node, and its bytes from ``at``."""
     with node_snapshots(*store).open(label) as file:
         file.seek(at)
         return os.fstat(file.fileno()).st_size, file.read(_BLOCK_BYTES)
 
 
-def _take_in(
-    store: tuple[RunDir, str, int], label: Label, read: Callable[[int], Any]
-) -> str | None:
+def _take_in(store: _Store, label: Label, read: Callable[[int], Any]) -> str | None:
     """Keep a snapshot of another node on this one. Return why that cannot be done, or None."""
     snapshots, (size, first) = node_snapshots(*store), ray.get(read(0))
 
@@ -215,15 +214,11 @@ def _take_in(
     return take_in(snapshots, label, size, blocks())
 
 
-def _commit(
-    store: tuple[RunDir, str, int], offer: Offer, spec: RunSpec, world_size: int
-) -> Manifest | Unreadable:
+def _commit(store: _Store, offer: Offer, spec: RunSpec, world_size: int) -> Manifest | Unreadable:
     return commit_snapshot(store[0], spec, node_snapshots(*store), offer, world_size)
 
 
-def _write_piece(
-    store: tuple[RunDir, str, int], offer: Offer, directory: str
-) -> WrittenPiece | Unreadable:
+def _write_piece(store: _Store, offer: Offer, directory: str) -> WrittenPiece | Unreadable:
     return write_piece(store[0], node_snapshots(*store), offer, directory)
 
 

@@ -11,12 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.ray_train.group.end import (
-    NO_STATE,
-    SurvivingProcess,
-    end_processes,
-    leave_states,
-)
+from train_fn.ray_train.group.end import NO_STATE, SurvivingProcess, end_processes, leave_states
 from train_fn.ray_train.group.node_checks import (
     ExcludeNodes,
     LinkChecks,

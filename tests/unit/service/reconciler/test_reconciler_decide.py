@@ -16,6 +16,7 @@ from service.model.states import LIVE, SUBMITTED, TRANSITIONS
 from service.reconciler.decide import (
     DEADLINE_GRACE_S,
     MANY_FRUITLESS,
+    MOST_FRUITLESS,
     STOP_GRACE_S,
     STRAY_GRACE_S,
     backoff_s,
@@ -91,7 +92,7 @@ def test_a_claim_without_a_job_is_submitted_under_the_same_number() -> None:
     assert decided(claimed) == (), "while Ray is silent the job may be there"
 
 
-def test_fruitless_submissions_come_slower_and_are_told_of_but_fail_no_run() -> None:
+def test_fruitless_submissions_come_slower_and_are_told_of_and_end_a_run_after_hours() -> None:
     lost = run(RunStatus.RECOVERING, job=JobFact.ENDED, tail=TailFact.DRAINED, submitted_at=NOW - 1)
     assert decided(replace(lost, fruitless=1)) == (Start("run_a", 1),)
     assert decided(replace(lost, fruitless=2)) == ()
@@ -105,6 +106,14 @@ def test_fruitless_submissions_come_slower_and_are_told_of_but_fail_no_run() -> 
     assert decided(replace(many, reason=said.reason, submitted_at=NOW - 60)) == (Start("run_a", 1),)
     waits = [backoff_s(count) for count in range(MANY_FRUITLESS)]
     assert waits == sorted(waits) and waits[0] == 0 and waits[-1] == 60
+    most = replace(lost, fruitless=MOST_FRUITLESS, reason=said.reason, submitted_at=NOW - 3600)
+    [failed] = decided(most)
+    assert isinstance(failed, ChangeStatus) and failed.to is RunStatus.FAILED
+    waiting = decided(replace(most, storage_problem="it is away"))
+    assert [type(each) for each in waiting] == [SetReason], "nothing starts while it is away"
+    [paused] = decided(replace(most, storage_problem="node-7: /mnt has no id"))
+    assert isinstance(paused, ChangeStatus) and paused.to == RunStatus.PAUSED
+    assert sum(map(backoff_s, range(MOST_FRUITLESS))) > 8 * 3600
 
 
 @pytest.mark.parametrize(

@@ -162,3 +162,11 @@ def test_a_process_stays_only_if_all_that_outlives_the_attempt_in_it_is_known(
 ) -> None:
     why = why_not_to_stay(found)
     assert why is reason is None or (reason is not None and why is not None and reason in why)
+
+
+def test_failures_that_cannot_be_judged_restart_so_many_times_only() -> None:
+    made: Any = SimpleNamespace(
+        _num_unjudged=0, _settings=SimpleNamespace(no_progress_limit=3), _decide=lambda error: 1 / 0
+    )
+    decisions = [EvidencePolicy.make_decision(made, None).name for _ in range(3)]
+    assert decisions == ["RETRY", "RETRY", "RAISE"]

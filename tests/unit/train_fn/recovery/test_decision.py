@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from everstep.wire.events import GPU_FAULTY
 from tests.unit.train_fn.recovery.test_verdict import error, judged, report
+from train_fn.recovery import decision
 from train_fn.recovery.decision import Decision, PastFailure, decide
 from train_fn.recovery.evidence import Evidence, RankError
 from train_fn.recovery.verdict import ALL_DIED, Judgement, judge
@@ -110,6 +114,47 @@ def test_failures_without_progress_back_off_and_then_stop() -> None:
     assert max(pauses) == 30.0
     stop = weighed(lost_judgement(None), past)
     assert (stop.restart, stop.reason) == (False, ReasonCode.NO_PROGRESS)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_fails_a_run_without_a_new_step_ends(
+    data: st.DataObject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may lose steps and make them again, but gets no further than step 3."""
+    monkeypatch.setattr(decision, "OUTSIDE_LIMIT", 30)
+    verdicts = data.draw(st.lists(st.sampled_from(Verdict), min_size=1, max_size=4, unique=True))
+    failures = st.tuples(
+        st.sampled_from(verdicts),
+        st.one_of(st.none(), st.integers(0, 3)),
+        st.sampled_from([None, *ErrorKind]),
+        st.sampled_from(["a", "b", ALL_DIED, None]),
+    )
+    again = data.draw(st.lists(failures, min_size=1, max_size=8))
+    past: list[PastFailure] = []
+    for verdict, step, kind, signature in itertools.islice(itertools.cycle(again), 1500):
+        failed = Judgement(verdict, 0, "n0", step, "why", signature, kind)
+        followed = weighed(failed, past, max_user_errors=5)
+        if not followed.restart:
+            assert followed.reason is not None and followed.message
+            return
+        past.append(PastFailure(verdict, step, signature, "n0"))
+    raise AssertionError(f"{len(past)} restarts without a new step")
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_each_verdict_has_its_limit(verdict: Verdict) -> None:
+    past: list[PastFailure] = []
+    while weighed(failed := Judgement(verdict, 0, "n0", 5, "why", "a"), past).restart:
+        past.append(PastFailure(verdict, 5, "a", "n0"))
+        assert len(past) < 2000
+    outside = (Verdict.STORAGE, Verdict.CONTROL_PLANE, Verdict.PREEMPTION)
+    if verdict is Verdict.USER_ERROR:
+        assert len(past) == 1, "the same error twice"
+    else:
+        assert len(past) + 1 == (1000 if verdict in outside else 20)
+        assert weighed(replace(failed, step=6), past).restart, "it has moved on"
+    assert weighed(failed, past).pause is (verdict is Verdict.STORAGE)
 
 
 def test_preemptions_are_never_refused() -> None:

@@ -6,6 +6,7 @@ import builtins
 import errno
 import inspect
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,39 @@ OF_THE_OS = [OSError, PermissionError, type("Mine", (OSError,), {})]
 def test_an_error_of_the_os_is_the_user_s_unless_storage_code_raised_it(
     cls: type[OSError], number: int
 ) -> None:
-    no_memory = number == errno.ENOMEM
+    is_used_up = number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
     exc = cls(number, "why")
-    assert kind_of(exc) is (ErrorKind.OUT_OF_MEMORY if no_memory else ErrorKind.USER)
+    assert kind_of(exc) is ErrorKind.USER
     inside = raised_in(exc, ("storage.files.local", "local.py", "write"))
-    assert kind_of(inside) is (ErrorKind.OUT_OF_MEMORY if no_memory else ErrorKind.STORAGE)
+    assert kind_of(inside) is (ErrorKind.USER if is_used_up else ErrorKind.STORAGE)
     beside = raised_in(cls(number, "why"), ("storage_of_mine.files", "local.py", "write"))
-    assert kind_of(beside) is (ErrorKind.OUT_OF_MEMORY if no_memory else ErrorKind.USER)
+    assert kind_of(beside) is ErrorKind.USER
+
+
+@pytest.mark.parametrize(
+    "exc",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.ENFILE, "Too many open files in system"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        OSError("Caught OSError in DataLoader worker process 0.\n[Errno 24] Too many open files"),
+        RuntimeError("received 0 items of ancdata"),
+        RuntimeError(
+            "unable to open shared memory object </t> in read-write mode: Too many open files (24)"
+        ),
+    ],
+)
+def test_what_a_process_has_used_up_is_its_own_whoever_met_it_first(exc: Exception) -> None:
+    lost = StorageUnavailable("the journal cannot be written")
+    lost.__cause__ = exc
+    for met in (exc, lost):
+        error = describe_error(met, 0)
+        assert judge(Evidence(1, 0.0, (RankReport(0, "n0", 1, error=error),))).verdict is (
+            Verdict.USER_ERROR
+        )
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert f" of {most} files open" in error.message and "ulimit -n" in error.message
+    assert kind_of(StorageUnavailable("the server says: Too many open files")) is ErrorKind.STORAGE
 
 
 def raised_in(exc: BaseException, *places: tuple[str, str, str]) -> BaseException:
@@ -256,7 +283,7 @@ PIPE = ("multiprocessing.connection", "/x/multiprocessing/connection.py", "recv"
 EXAMPLES: list[tuple[BaseException, ErrorKind]] = [
     *OF_A_GPU,
     *((made(cls), kind) for cls, kind in CLASSIFIED.items()),
-    (OSError(errno.ENOMEM, "Cannot allocate memory"), ErrorKind.OUT_OF_MEMORY),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), ErrorKind.USER),
     (raised_in(OSError(errno.ENOSPC, "full"), ("storage.claims", "c.py", "f")), ErrorKind.STORAGE),
     (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:1] x"), ErrorKind.COLLECTIVE),
     (RuntimeError("DataLoader worker (pid 7) is killed by signal: 9"), ErrorKind.LOADER_LOST),
