@@ -150,6 +150,8 @@ def _rank_main(job: LoopJob, rank: int, base: str) -> None:
     try:
         loops: dict[str, Callable[[LoopJob, int], Any]] = {
             "raw": raw,
+            "evaluated": evaluated,
+            "folds": folds,
             "gan": gan,
             "own": own_data,
             "sharded": sharded,
@@ -230,6 +232,65 @@ def raw(job: LoopJob, rank: int) -> Any:
             state.step(loss=loss)
             die(job, rank, step, "committed")
     return nn.ModuleDict({"model": bare, "ema": averaged})
+
+
+def evaluated(job: LoopJob, rank: int) -> Any:
+    """Rank 0 alone evaluates at the end of each epoch, and notes it."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    import everstep.train as es
+
+    torch.manual_seed(3)
+    bare = nn.Linear(8, 4)
+    model = wrapped(bare, job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data: Any = es.loader(Noisy(), global_batch_size=24)
+    if job.norm:
+        sampler: Any = DistributedSampler(Noisy(), job.world_size, rank)
+        data = es.loader(DataLoader(Noisy(), 24, sampler=sampler))
+    state = protect(job, model=model, optimizer=optimizer, extra={"data": data} if job.norm else {})
+    with state:
+        for epoch in range(data.epoch if job.norm else state.epoch, 4):
+            for x, _ in data.batches(state, epochs=epoch + 1):
+                loss = model(x).square().mean() * (1 if job.norm else data.weight)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                state.step(loss=loss)
+            if rank == 0:
+                die(job, rank, epoch, "evaluation")
+                with (job.directory / f"{job.run_id}.evaluated").open("a") as notes:
+                    notes.write(f"{epoch} {bare.weight.sum():.9f}\n")
+    return bare
+
+
+def folds(job: LoopJob, rank: int) -> Any:
+    """Three trainings one after the other, with one seed for all of them."""
+    import torch
+    from torch import nn
+
+    import everstep.train as es
+
+    torch.manual_seed(3)
+    models = nn.ModuleList()
+    for fold in range(3):
+        bare = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 4))
+        models.append(bare)
+        model = wrapped(bare, job)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        state = protect(job, model=model, optimizer=optimizer)
+        data = es.loader(Noisy(), global_batch_size=24, seed=fold)
+        with state:
+            for x, _ in data.batches(state, epochs=2):
+                die(job, rank, state.step_number, f"fold {fold}")
+                loss = model(x).square().mean() * data.weight
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                state.step(loss=loss)
+    return models
 
 
 def gan(job: LoopJob, rank: int) -> Any:

@@ -45,6 +45,13 @@ class LoopParts:
         for model in self.models.values():
             yield from model.parameters()
 
+    def called(self) -> dict[nn.Module, bool]:
+        """Return the modules that a loop may call, and whether each is trained: averages of weights
+        are not."""
+        inner = [each.module for each in self.wrapped if isinstance(each, DistributedDataParallel)]
+        others = [each for each in self.others.values() if isinstance(each, nn.Module)]
+        return {**dict.fromkeys(others, False), **dict.fromkeys([*self.wrapped, *inner], True)}
+
     def modules(self) -> list[nn.Module]:
         """Return the models, and the modules among the others, as averages of weights."""
         others = [each for each in self.others.values() if isinstance(each, nn.Module)]

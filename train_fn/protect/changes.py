@@ -77,6 +77,11 @@ class Volatile:
             self._watch.refresh(self._moved, copied=True)
 
     @property
+    def moves(self) -> bool:
+        """Return whether some are known to change."""
+        return bool(self._moved)
+
+    @property
     def is_on_gpu(self) -> bool:
         """Return whether some that change are on a GPU."""
         return any(copy.is_cuda for copy in self._watch.copies().values())

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Commits:
         """The stop that all ranks have read of."""
         self.saves_agreed = False
         """Whether the newest state that was read of is to be saved."""
+        self.ends_epoch = False
+        """Whether it ended an epoch on all ranks."""
         self._saves = False
         self._equal = EqualBatches()
         self._values: Values = {}
@@ -89,6 +91,7 @@ class Commits:
             has_ended=has_ended,
             names_hash=hashed,
             batch=0 if has_ended else self._state.batch_mark,
+            ends_epoch=self._state.ends_epoch and not has_ended,
         )
 
     def read(self) -> None:
@@ -118,6 +121,7 @@ class Commits:
         if agreed is None:
             return
         self.stop, self.saves_agreed = stop_of(agreed), agreed[0].votes.save
+        self.ends_epoch = all(each.ends_epoch for each in agreed)
         self.updates.agree()
         first = agreed[0]
         if not self._is_first and not first.has_ended:
@@ -321,7 +325,9 @@ class Updates:
 
 # A loop goes on after ``state.step()``: an epoch ends, a scheduler steps, an average follows, the
 # model is evaluated. What it changes there belongs to the state of that step. It is whole when the
-# next step begins: when es.loader hands out a batch, or the model is called to train.
+# next step begins: when es.loader hands out a batch, or the model is called in training mode. What
+# follows an epoch may change nothing of the state, such as an evaluation by one rank: then the step
+# is whole when all ranks have begun the next one.
 
 _BUFFERS = "buffers or untrained weights"
 
@@ -337,19 +343,41 @@ class Boundary:
         self.sees_steps = False
         """Whether something says when a step begins. If nothing does, it is the commit."""
         self._is_first = True
-        self._ends_epoch = False
+        self.ends_epoch = False
         """Whether the newest commit ended an epoch. A loader moves on before the next step."""
-        self._changed: dict[bool, set[str]] = {}
-        """What the loop was seen to change after a commit; by whether it ended an epoch."""
-        self._unsettled = state.parts.others.keys() - state.parts.loaders
-        """Parts that were not seen to change within a step: they may do so after one."""
+        self._changed: set[str] = set()
+        """What the loop was seen to change after a commit within an epoch."""
+        self._num_passes = 0
+        """Passes in training mode since the commit that nothing is learned from, as under no_grad;
+        -1 once the step has made one that it learns from."""
+        self._usual_passes: int | None = None
+        """Those that the attempt's first step began with."""
+        self._more_passes = 0
+        """Passes that came before the newest step beside those."""
 
     def commit(self) -> None:
-        """Begin what follows a commit. Call it before the parts are noted."""
-        if self._unsettled:
-            self._unsettled -= set(self._state.changed_parts(self._unsettled))
-        self.is_open, self._is_first = True, False
-        self._ends_epoch = self._state.ends_epoch
+        """Begin what follows a commit."""
+        if self.is_open:
+            self.sees_steps = False  # the model was called where no hook sees it
+        self.is_open, self._is_first, self._num_passes = True, False, 0
+        self.ends_epoch = self._state.ends_epoch
+
+    def begins(self, *, learns: bool) -> bool:
+        """Return whether the next step begins with a pass in training mode: with the first one that
+        is learned from, or with what comes before that one. A pass that is not may also belong to
+        the step before, as for statistics at the end of an epoch. The attempt's first step shows
+        how the loop does it.
+        """
+        if self._num_passes < 0:
+            return False
+        if not learns:
+            self._num_passes += 1
+            return self.is_open and (self._is_first or bool(self._usual_passes))
+        if self._usual_passes is None:
+            self._usual_passes = self._num_passes
+        self._more_passes = self._usual_passes and max(0, self._num_passes - self._usual_passes)
+        self.sees_steps, self._num_passes = True, -1
+        return self.is_open
 
     def close(self) -> None:
         """Take what the loop has changed since the commit as part of it: the next step begins.
@@ -363,9 +391,10 @@ class Boundary:
         if self._is_first and self._state.step:
             require_restored(changed, self._state.step)
         elif not self._is_first:
-            if self._ends_epoch:
+            if self.ends_epoch:
                 self._state.epoch_began = self._state.step
-            self._changed.setdefault(self._ends_epoch, set()).update(changed)
+            else:
+                self._changed.update(changed)
         if changed:
             self._state.note_parts(of_step=False)
             self._watch.renew()
@@ -375,7 +404,14 @@ class Boundary:
 
     def require_unchanged(self) -> None:
         """Raise BadTask if the loop changed a part after its last commit, where nothing says when
-        a step begins."""
+        a step begins, or buffers by passes that may belong to either step."""
+        if self._more_passes and self._state.volatile.moves:
+            raise BadTask(
+                f"the loop made {self._more_passes} more passes in training mode under no_grad "
+                f"after step {self._state.step} than its steps begin with, so to which step the "
+                "buffers that they change belong is not known. Call model.eval() before an "
+                "evaluation, or read the data by es.loader, which says where a step begins"
+            )
         if not self.sees_steps and not self._is_first:
             settled = self._state.parts.settled
             require_order(self._state.changed_parts(settled))
@@ -384,33 +420,18 @@ class Boundary:
         """Return why the state of the newest commit must not be left; None if it may."""
         if not self.is_open or self._is_first:
             return None
-        return interrupted(self._state.changed(), self._changed, self._unsettled, self._ends_epoch)
-
-
-def interrupted(
-    changed: Collection[str],
-    earlier: Mapping[bool, Collection[str]],
-    unsettled: Collection[str],
-    ends_epoch: bool,
-) -> str | None:
-    """Return why a commit is not whole when the loop is interrupted after it, before the next step
-    begins; None if nothing is known to be missing.
-
-    Args:
-        changed: what the loop has changed since that commit.
-        earlier: what it changed after earlier ones, by whether they ended an epoch.
-        unsettled: parts that were never seen to change within a step.
-        ends_epoch: whether this commit ended an epoch.
-    """
-    missing = {*changed, *earlier.get(ends_epoch, ())}
-    if ends_epoch and ends_epoch not in earlier:
-        missing.update(unsettled)  # what the end of an epoch does was not seen yet
-    if not missing:
-        return None
-    return (
-        "the loop was interrupted between state.step() and its next step, where it changes "
-        f"{few(sorted(missing))}"
-    )
+        if self.ends_epoch:
+            return (
+                "the loop was interrupted at the end of an epoch, before all ranks began the next "
+                "step: what it does there, as an evaluation, may not be done"
+            )
+        missing = {*self._state.changed(), *self._changed}
+        if not missing:
+            return None
+        return (
+            "the loop was interrupted between state.step() and its next step, where it changes "
+            f"{few(sorted(missing))}"
+        )
 
 
 def require_restored(changed: Collection[str], step: int) -> None:

@@ -110,10 +110,9 @@ class FollowedLoader:
         """Return the loader that is followed."""
         return self._loader
 
-    @property
-    def ends_epoch(self) -> bool:
-        """Return whether the newest batch was the last one of its epoch, if that is known."""
-        return self._num_batches in (self._most, num_in(self._loader))
+    def ends_epoch_in(self, batches: int) -> bool:
+        """Return whether an epoch ends so many batches after the newest one, if that is known."""
+        return self._num_batches + batches in (self._most, num_in(self._loader))
 
     @property
     def _most(self) -> int | None:

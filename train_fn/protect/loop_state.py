@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch, Share
 from train_fn.protect.changes import PartCopies, Volatile, WeightsMark
 from train_fn.samples.sampler import Sampler
+from train_fn.state.contents import few
 from train_fn.state.optim import Packer, match_layout, unpacked
 from train_fn.state.pieces import WEIGHT, weights_in
 from train_fn.state.run_state import RunState
@@ -52,6 +54,9 @@ class LoopState(RunState):
         self.seed = torch.initial_seed() & (1 << 63) - 1
         """Seeds the random numbers of every step. It is that of ``torch.manual_seed`` when the run
         began."""
+        self._given = self._began_with = given_by(parts, self.seed)
+        self.is_taken_up = False
+        """Whether an earlier training has left it, which must have had the same data."""
         self.data: Batches | None = None
         self._known_data: str | None = None
         """Fingerprint of the data that the restored state was trained on."""
@@ -90,11 +95,14 @@ class LoopState(RunState):
     @property
     def ends_epoch(self) -> bool:
         """Return whether the newest step was the last one of an epoch, as far as a loader says."""
+        return self.ends_epoch_in(0)
+
+    def ends_epoch_in(self, steps: int) -> bool:
+        """Return whether an epoch ends so many steps after the newest one."""
         if self.sampler is not None:
-            return self.step % self.sampler.steps_per_epoch == 0
-        return any(
-            getattr(self.parts.others[name], "ends_epoch", False) for name in self.parts.loaders
-        )
+            return (self.step + steps) % self.sampler.steps_per_epoch == 0
+        loaders = (self.parts.others[name] for name in self.parts.loaders)
+        return any(e.ends_epoch_in(steps) for e in loaders if hasattr(e, "ends_epoch_in"))
 
     @property
     def batch_mark(self) -> int:
@@ -128,9 +136,14 @@ class LoopState(RunState):
         if is_new:
             contents = data.contents()
             require_same_samples(peers, contents, "the data of es.loader", "Where you make it, ")
-            if self._last_batch is not None and not self.ends_epoch:
+            if self._last_batch is not None and (self.is_taken_up or not self.ends_epoch):
                 self._last_batch.require_same(data, contents, self.step, peers)
             self._contents = contents.dump()
+
+    def unlike(self) -> list[str]:
+        """Return what the run began with that the present loop has otherwise."""
+        began, given = self._began_with, self._given
+        return [name for name in given if began.get(name, given[name]) != given[name]]
 
     def _place(self) -> tuple[int, int]:
         """Return epoch and global batch within it; (0, step) where no epoch is known."""
@@ -156,7 +169,7 @@ class LoopState(RunState):
         """Return the step whose seed the code before the first batch draws from: code at the top of
         an epoch draws after a restart as it did then."""
         has_epochs = self._known_data is not None or any(
-            hasattr(self.parts.others[name], "ends_epoch") for name in self.parts.loaders
+            hasattr(self.parts.others[name], "ends_epoch_in") for name in self.parts.loaders
         )
         return self.epoch_began if has_epochs else self.step
 
@@ -293,6 +306,7 @@ class LoopState(RunState):
                 "data": self._known_data,
                 "frozen": frozen,
                 "epoch_began": self.epoch_began,
+                "began_with": dict(self._began_with),
                 "batch": self._last_batch.dump() if self._last_batch is not None else None,
             },
         }
@@ -306,28 +320,23 @@ class LoopState(RunState):
         """
         self._check(state)
         self.complete = False
-        shards = state.get("shards") or {}
-        for prefix, model in self.parts.models.items():
-            own = (each for each in state["model"].items() if each[0].startswith(prefix))
-            plain = {name.removeprefix(prefix): value for name, value in own}
-            if self.piece is None:
-                model.load_state_dict(plain)
-            else:
-                load_weights(model, prefix, plain, shards)
-        for name, optimizer in self.parts.optimizers.items():
-            # Optimizer.load_state_dict keeps references to the tensors that it is given.
-            saved = unpacked(copy.deepcopy(state["optimizer"][name]))
-            if self.piece is not None:
-                saved = whole_optimizer(name, optimizer, saved, shards)
-            optimizer.load_state_dict(saved)
-            match_layout(optimizer, saved.get("strides"))
+        self._began_with = state["own_loop"].get("began_with", {})
+        try:
+            self._load_trained(state)
+        except (RuntimeError, ValueError) as exc:
+            if not (unlike := self.unlike()):
+                raise
+            raise BadTask(
+                f"the state of step {state['step']} is of another {few(unlike)}; give the same, or "
+                "pass run_id=… for another training"
+            ) from exc
         kept = {**state["task"]["parts"], **state["loaders"]}
         is_begun = state["step"] > 0
         for name, part in self.parts.others.items():
             if is_begun or name not in self.parts.loaders:
                 saved = copy.deepcopy(kept[name])
                 if self.piece is not None:
-                    saved = whole_extra(name, part, saved, shards)
+                    saved = whole_extra(name, part, saved, state.get("shards") or {})
                 part.load_state_dict(of_own_types(saved, part.state_dict()))
         self.volatile.load_unsaved(state["unsaved"])
         self.volatile.renew()
@@ -343,6 +352,24 @@ class LoopState(RunState):
         self._copies.begin()
         self.note_parts()
         self.complete = True
+
+    def _load_trained(self, state: dict[str, Any]) -> None:
+        """Load weights and optimizers."""
+        shards = state.get("shards") or {}
+        for prefix, model in self.parts.models.items():
+            own = (each for each in state["model"].items() if each[0].startswith(prefix))
+            plain = {name.removeprefix(prefix): value for name, value in own}
+            if self.piece is None:
+                model.load_state_dict(plain)
+            else:
+                load_weights(model, prefix, plain, shards)
+        for name, optimizer in self.parts.optimizers.items():
+            # Optimizer.load_state_dict keeps references to the tensors that it is given.
+            saved = unpacked(copy.deepcopy(state["optimizer"][name]))
+            if self.piece is not None:
+                saved = whole_optimizer(name, optimizer, saved, shards)
+            optimizer.load_state_dict(saved)
+            match_layout(optimizer, saved.get("strides"))
 
     def require_sound(self, state: Mapping[str, Any]) -> None:
         """Raise StateNotWhole or NonFiniteWeights for a state that must not be kept."""
@@ -376,6 +403,13 @@ class LoopState(RunState):
             for prefix, model in self.parts.models.items()
             for name, value in model.state_dict().items()
         }
+
+
+def given_by(parts: LoopParts, seed: int) -> dict[str, str]:
+    """Return digests of what tells trainings of one script apart: seed, models, optimizers."""
+    given = {"seed": seed, "model": parts.models, "optimizer or its options": parts.optimizers}
+    texts = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in given.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 # ---------------------------------------------------------------- metrics

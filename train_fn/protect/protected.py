@@ -9,6 +9,9 @@ optimizer's loop, so all ranks get past it, or none.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +35,7 @@ from train_fn.protect.training import (
     training_facts,
 )
 from train_fn.samples.sampler import seed_micro_batch
+from train_fn.state.contents import few
 from train_fn.state.tensor_tree import size_bytes
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,20 @@ class Held(NamedTuple):
     """A checkpoint is due."""
     stop: Stop | None
     """The loop is to end."""
+
+
+class CopiesAsNothing:
+    """A hook on an object of the user's. A copy of that object, also one in a file, has a hook that
+    does nothing, and needs no Everstep to be read."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 class Protected:
@@ -148,8 +166,10 @@ class Protected:
         )
         session = training.session
         session.begin(training_facts(session, state, self._total_steps))
-        seeds, draws = zip(*training.peers.gather(own), strict=True)
+        seeds, draws, unlike = zip(*training.peers.gather((*own, state.unlike())), strict=True)
         self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1
+        if home.why_alike is not None and state.step:
+            self._require_alike(home, unlike[0])
         if training.shadows is not None:
             training.shadows.take()
         if session.holdings is not None:
@@ -165,8 +185,10 @@ class Protected:
         else:
             self._calls = [
                 # Before FSDP's own hook, which puts whole weights in the place of shards.
-                model.register_forward_pre_hook(self._before_call, prepend=True)
-                for model in self._parts.wrapped
+                model.register_forward_pre_hook(
+                    CopiesAsNothing(partial(self._before_call, is_trained)), prepend=True
+                )
+                for model, is_trained in self._parts.called().items()
                 if getattr(model, "_compiled_call_impl", None) is None
             ]
         if session.restored.origin is not None:
@@ -174,6 +196,20 @@ class Protected:
             session.save(is_due=True, is_best=True)
         self.reseed(state.seeds_at)
         session.reporter.start_clock()
+
+    def _require_alike(self, home: Home, unlike: list[str]) -> None:
+        """Raise BadTask if this loop is not the one that began the run: it would take over weights
+        of another training."""
+        run_id, step = home.ctx.run_dir.run_id, self._state.step
+        if unlike:
+            raise BadTask(
+                f"es.protect: run {run_id} {home.why_alike} at step {step}, and began with another "
+                f"{few(unlike)}. Pass run_id=… for another training, one for each fold or phase, "
+                "or fresh=True to begin this one anew"
+            )
+        if self.rank == 0:
+            logger.warning("run %s %s, and goes on at step %d", run_id, home.why_alike, step)
+        self._state.is_taken_up = True
 
     def follow(self, *wrapped: torch.nn.Module) -> None:
         """Take these as the models that are called; used by adapters whose library wraps a model
@@ -208,9 +244,6 @@ class Protected:
         is_known = self._state.data is data and self._total_steps == total_steps
         self._state.attach(data, training.peers)
         self._total_steps, self._share = total_steps, None
-        if self._state.is_closing and self._held is None:
-            # A peer died when the ranks were about to close the epoch of the step they had made.
-            self._close_epoch(training)
         if not is_known:
             report_training(training.session, self._state, total_steps)
 
@@ -241,11 +274,14 @@ class Protected:
         training.boundary.sees_steps = True
         self._end_commit(training)
 
-    def _before_call(self, model: torch.nn.Module, _: Any) -> None:
-        """Begin a step with the first forward pass that is to be learned from."""
+    def _before_call(self, is_trained: bool, model: torch.nn.Module, _: Any) -> None:
+        """Begin a step with its first pass in training mode."""
+        if torch.compiler.is_compiling():
+            return  # as if nothing said where a step begins
         training = self._training
-        if training is not None and model.training and torch.is_grad_enabled():
-            training.boundary.sees_steps = True
+        if training is None or not model.training:
+            return
+        if training.boundary.begins(learns=is_trained and torch.is_grad_enabled()):
             self._end_commit(training)
 
     def _end_commit(self, training: LoopTraining) -> None:
@@ -254,6 +290,11 @@ class Protected:
             return
         held, self._held = self._held, None
         try:
+            if training.boundary.ends_epoch:
+                training.commits.read()
+                if training.commits.ends_epoch:
+                    training.arrive()
+                    training.peers.gather(None)  # a rank that still evaluates may yet die
             training.boundary.close()
             if held is not None:
                 self._keep(training, held)
@@ -373,11 +414,14 @@ class Protected:
             training.commits.read()
             held = held._replace(due=training.commits.saves_agreed)
         publishes = session.publisher.is_due()
-        if held.due or is_closing or held.stop is not None or publishes:
+        nears_end = self._state.ends_epoch_in(1) and not publishes
+        if held.due or is_closing or held.stop is not None or publishes or nears_end:
             training.commits.read()
         if is_closing:
             self._close_epoch(training)
         session.keep(is_due=held.due, publishes=publishes)
+        if nears_end:
+            session.publisher.keep(if_soon=True)  # a death at the epoch's end costs one step then
         if held.stop is not None:
             self._finish(training, held.stop)
             raise StopAgreed(held.stop)
@@ -437,6 +481,9 @@ class Protected:
         training.session.finish(stop)
         commits.close()
         self._close()
+        # What follows draws the same after a restart, which makes no step of this training.
+        rank = self.rank if self.seeds_differ else 0
+        seed_micro_batch(self._state.seed, self._state.step, rank, self._device)
         self._stop = stop
         step, total = self._state.step, self._total_steps
         if stop is None and total is not None and step < total:
@@ -450,6 +497,9 @@ class Protected:
         training = self._training
         self._close()
         self._broken = self._data_error = None  # their frames hold the process group
+        torch.default_generator.manual_seed(
+            self._state.seed
+        )  # for a loop that tries again in this process
         self.left, fault = leave(home.ctx, training, cause)
         home.failed(self.left)
         return fault

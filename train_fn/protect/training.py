@@ -294,7 +294,7 @@ def state_to_keep(training: LoopTraining, is_known: bool) -> dict[str, Any] | st
             f"{updates.usual}, and a peer that died did not say whether it did, too"
         )
     if state.complete and (problem := training.boundary.problem()) is not None:
-        return problem
+        return problem if shadows is None or shadows.older is None else shadows.older
     if shadows is not None:
         return shadows.newest or _TORN
     if not state.complete:
@@ -335,6 +335,10 @@ class Home(Protocol):
     @property
     def ctx(self) -> WorkerContext: ...
 
+    @property
+    def why_alike(self) -> str | None:
+        """Return why only the loop that began this run may go on; None if any may."""
+
     def finished(self, stop: Stop | None) -> None:
         """The loop has ended, and its state is saved."""
 
@@ -367,6 +371,7 @@ class _ServiceHome:
     """A run of the service, whose Ray layer called the loop."""
 
     present: own_loop.OwnLoop
+    why_alike: None = None
 
     @property
     def ctx(self) -> WorkerContext:
@@ -388,20 +393,27 @@ class _OwnHome:
         spec: RunSpec,
         place: LocalPlace,
         device: torch.device,
+        begun: _Begun,
         *,
         fresh: bool,
     ) -> None:
+        self._begun = begun
         self._handlers: dict[int, Any] = {}
         stopping = threading.Event()
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
             stopping = stop_on_signals()
         self._where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
-        self.ctx, self._journal, self._watch = begin_attempt(
+        self.ctx, self._journal, self._watch, was_done = begin_attempt(
             spec, run_dir, place, device, fresh, stopping, say_line
         )
+        left = "was left in this process" if begun.is_left else None
+        self.why_alike = "was finished before" if was_done else left
+        begun.is_open = True
 
     def finished(self, stop: Stop | None) -> None:
+        self._begun.num_finished += stop is None
+        self._begun.is_left = stop is not None
         self._watch.end()
         report_end(self._journal, stop)
         self._close()
@@ -411,6 +423,7 @@ class _OwnHome:
 
     def failed(self, left: Left) -> None:
         error = left.error
+        self._begun.is_left = True
         logger.error(
             "rank %d stopped at step %s: %s; %s",
             error.rank,
@@ -423,19 +436,45 @@ class _OwnHome:
         self._close()
 
     def _close(self) -> None:
+        self._begun.is_open = False
         self._watch.close()
         self._journal.close(CLOSE_S)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
 
+@dataclass
+class _Begun:
+    """The trainings of one name that this process has begun, one after the other. Each is a run of
+    its own, so that a restart finds it again: that of the second has a name with ``.2``."""
+
+    num_finished: int = 0
+    is_open: bool = False
+    is_left: bool = False
+    """Whether an error or a stop ended the newest one: a loop that tries again goes on with it."""
+
+
+_begun: dict[tuple[str, str], _Begun] = {}
+
+
 def _own_home(settings: OnItsOwn, device: torch.device) -> _OwnHome:
-    run_id = settings.run_id or name_of(Path(sys.argv[0]))
+    name = settings.run_id or name_of(Path(sys.argv[0]))
+    if any(each.is_open for each in _begun.values()):
+        raise BadTask(
+            "es.protect: `with state:` was entered within another one, which a restart would not "
+            "find again. Pass what trains together as lists to one call, and end one training "
+            "before the next begins"
+        )
+    begun = _begun.setdefault((settings.storage, name), _Begun())
+    number = 1 + begun.num_finished
+    run_id = name if number == 1 else f"{name}.{number}"
     spec = _spec(run_id, settings.checkpoint)
     place = _place(os.environ)
     run_dir = RunDir(open_storage(settings.storage), run_id)
     warn_of_lost_state(place.world_size)
-    return _OwnHome(run_dir, spec, place, device, fresh=settings.fresh)
+    if number > 1 and place.rank == 0:
+        say_line(f"training {number} of this process is run {run_id}")
+    return _OwnHome(run_dir, spec, place, device, begun, fresh=settings.fresh)
 
 
 def warn_of_lost_state(world_size: int) -> None:

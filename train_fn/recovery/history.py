@@ -46,6 +46,8 @@ class History:
     """Ids of drills that were started or refused."""
     finished: bool = True
     """Whether the last submission ended in order; False if its driver was lost."""
+    succeeded: bool = False
+    """Whether a submission made all steps."""
     last_at: float | None = None
     """Time of the last event, in unix seconds."""
     damage: tuple[dict[str, Any], ...] = ()
@@ -71,6 +73,7 @@ class History:
             changes["finished"] = False
         elif event.kind is EventKind.FINISHED:
             changes["finished"] = True
+            changes["succeeded"] = self.succeeded or event.data["outcome"] == "succeeded"
         elif event.kind is EventKind.JOURNAL_DAMAGED:
             others = tuple(damage for damage in self.damage if damage != event.data)
             changes["damage"] = (

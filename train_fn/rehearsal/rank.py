@@ -140,7 +140,7 @@ def _run(attempt: Attempt, pipe: Connection) -> RankEnded:
             timeout=timedelta(seconds=COLLECTIVE_S),
         )
         children.connected()
-        ctx, journal, watch = begin_attempt(
+        ctx, journal, watch, _ = begin_attempt(
             spec, run_dir, place, device, False, threading.Event(), lambda line: None
         )
         watch.close()  # who has finished ends at once

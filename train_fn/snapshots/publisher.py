@@ -30,6 +30,9 @@ COST_RATIO = 100.0
 """The next publication comes after so many times what the last one took: at most 1 % of the time
 goes into them."""
 
+_SOON_RATIO = 10.0
+"""The same where a state is worth more than others."""
+
 Snapshots = Literal["published", "survivors", "every_n", "own_node"]
 """Who keeps states on nodes: rank 0 all the time, or the survivors when an attempt breaks. Of a
 sharded model, every rank its piece: a rank of another node has it after some steps, or never."""
@@ -80,7 +83,7 @@ class Publisher:
         self._ctx, self._state, self._copies = ctx, state, copies
         is_published = ctx.world_rank == 0 and snapshots_of(ctx) == "published"
         self._active = is_published and state.piece is None  # ``holdings.py`` keeps those
-        self._cadence = Cadence(COST_RATIO)
+        self._cadence, self._soon = Cadence(COST_RATIO), Cadence(_SOON_RATIO)
         self._lock = threading.Condition()
         self._waiting: BoundaryCopy | None = None
         self._writing = False
@@ -115,9 +118,12 @@ class Publisher:
             is_free = self._waiting is None and not self._writing and not self._closed
         return is_free and self._copies.is_ready()
 
-    def keep(self) -> None:
+    def keep(self, *, if_soon: bool = False) -> None:
         """Publish the present state, due or not, also where survivors leave states. Called before
-        code of the user runs that may end all ranks at once."""
+        code of the user runs that may end all ranks at once. With ``if_soon``, do so only if the
+        last publication is ten times as long ago as it took."""
+        if if_soon and not self._soon.is_due(time.monotonic()):
+            return
         if self._ctx.world_rank == 0 and not self._closed and self._state.piece is None:
             if not self._is_running:
                 self._start()
@@ -166,7 +172,8 @@ class Publisher:
         except Exception as exc:  # training goes on without
             logger.exception("publishing the state of step %d failed", copy.step)
             problem = f"{type(exc).__name__}: {exc}"
-        self._cadence.done(began - copy.stall_s, copy.stall_s + time.monotonic() - began)
+        for cadence in (self._cadence, self._soon):
+            cadence.done(began - copy.stall_s, copy.stall_s + time.monotonic() - began)
         self._report(copy.step, problem)
         self._copies.release(copy)
 

@@ -116,7 +116,7 @@ def run_rank(
         train: the loop. Only its StepFailed is handled here.
     """
     device = device_of(spec, place)
-    ctx, journal, watch = begin_attempt(spec, run_dir, place, device, fresh, stopping, say)
+    ctx, journal, watch, _ = begin_attempt(spec, run_dir, place, device, fresh, stopping, say)
     where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
     try:
         stop = train(ctx)
@@ -152,9 +152,9 @@ def begin_attempt(
     fresh: bool,
     stopping: threading.Event,
     say: Say,
-) -> tuple[WorkerContext, LocalJournal, PeerWatch]:
+) -> tuple[WorkerContext, LocalJournal, PeerWatch, bool]:
     """Let rank 0 choose the numbers of this attempt, and tell the journal of it. Watch the ranks of
-    this host. A collective."""
+    this host. Return whether the run had made all its steps before, too. A collective."""
     peers = Peers(place.rank, place.world_size, device)
     start: LocalStart | EverstepError | StorageError | None = None
     if place.rank == 0:
@@ -195,7 +195,7 @@ def begin_attempt(
     # The next attempt takes a number after this one, so the journal must know of it before it can
     # leave a state.
     journal.flush(CLOSE_S)
-    return ctx, journal, watch
+    return ctx, journal, watch, start.was_done
 
 
 def report_end(journal: LocalJournal, stop: Left | None) -> None:
@@ -404,6 +404,8 @@ class LocalStart:
 
     submission: int
     attempt: int
+    was_done: bool = False
+    """Whether an earlier start has made all steps."""
 
 
 def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> LocalStart:
@@ -425,12 +427,13 @@ def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> Lo
         )
     run_dir.write_spec(spec)
     submissions = run_dir.submissions()
-    last_attempt = read_history(run_dir).last_attempt
+    history = read_history(run_dir)
     newest = submissions[-1] if submissions else 0
     same = newest > 0 and _launched_by(run_dir, newest) == launch
     if not same:
         newest = _claim_next(run_dir, newest)
-    return LocalStart(newest, newest_attempt(run_dir, newest, last_attempt) + 1)
+    attempt = newest_attempt(run_dir, newest, history.last_attempt) + 1
+    return LocalStart(newest, attempt, history.succeeded)
 
 
 def _claim_next(run_dir: RunDir, newest: int) -> int:

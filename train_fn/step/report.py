@@ -59,6 +59,8 @@ class StepReport(NamedTuple):
     """Of rank 0 in a user's own loop: identifies the names of its metrics."""
     batch: int = 0
     """A digest of this rank's batch from a loader of its own; 0 if it is not known."""
+    ends_epoch: bool = False
+    """Of a user's own loop: whether the step ended an epoch of its loader."""
 
 
 # ---------------------------------------------------------------- totals
@@ -225,10 +227,10 @@ def decode_integers(sums: bytes, ends: Sequence[int]) -> list[int]:
 # Each rank receives the rows of all ranks, and computes the step's totals from them. So losses and
 # weights are exact, and the same at every world size: ``math.fsum`` rounds once.
 
-_FIXED = struct.Struct("<QqqqQQQdQQQI5?")
+_FIXED = struct.Struct("<QqqqQQQdQQQI6?")
 """Steps done and one more, which is never 0; samples, unexpected, missing, hash; fingerprint; a
 checkpoint's step; seconds of own work; updates, hash of names, batch; how many numbers; cancel,
-pause, save, news, ended."""
+pause, save, news, ended, epoch's end."""
 
 
 class ReportRows:
@@ -262,13 +264,14 @@ class ReportRows:
             votes.save,
             votes.has_news,
             report.has_ended,
+            report.ends_epoch,
         )
         return fixed + self._numbers.pack(*numbers, *[0.0] * (self._most - len(numbers)))
 
     def decode(self, data: bytes) -> StepReport | None:
         """Return the report of a rank; None if it sent nothing."""
         fixed = _FIXED.unpack_from(data)
-        mark, counts, (cancel, pause, save, news, has_ended) = fixed[0], fixed[1:5], fixed[12:]
+        mark, counts, (cancel, pause, save, news, *ends) = fixed[0], fixed[1:5], fixed[12:]
         fingerprint, saved, own_s, num_updates, names_hash, batch, length = fixed[5:12]
         if mark == 0:
             return None
@@ -280,9 +283,10 @@ class ReportRows:
             fingerprint,
             Votes(stop, saved, save, news, own_s),
             num_updates,
-            has_ended,
+            ends[0],
             names_hash,
             batch,
+            ends[1],
         )
 
 

@@ -99,6 +99,11 @@ class Protect(TrainerCallback):  # type: ignore[misc]
             raise BadTask("es.hf.Protect is no callback of its Trainer; call trainer.add_callback")
         if trial is not None:
             raise BadTask("es.hf.Protect cannot protect a hyperparameter search; leave it out")
+        if self._state is not None:
+            raise BadTask(
+                "es.hf.Protect: train() was called a second time; make another Trainer with a "
+                "Protect of its own for another training"
+            )
         if trainer.optimizer is None:
             trainer.create_optimizer()
         with _sharded_first(trainer):

@@ -79,8 +79,6 @@ class Protect(Callback):  # type: ignore[misc]
         """The loaders that follow the run."""
         self._max_steps = 0
         self._watch: CallbackWatch | None = None
-        self._is_ended = False
-        """Whether the module's own hook at the end of the batch was called."""
         self._counting: list[Any] = []
         """Checkpoint callbacks that number files of one name, and do not while the last step's are
         written again."""
@@ -99,6 +97,11 @@ class Protect(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Take over the newest trustworthy state."""
+        if self._state is not None:
+            raise BadTask(
+                "es.lightning.Protect: fit() was called a second time; make another Trainer with a "
+                "Protect of its own for another training"
+            )
         _check(trainer)
         self._max_steps = trainer.max_steps
         self._place = place = LightningPlace(trainer, self)
@@ -118,7 +121,6 @@ class Protect(Callback):  # type: ignore[misc]
         state.__enter__()
         state.follow(trainer.strategy.model)
         self._updates = state.num_updates
-        self._call_hook_first(pl_module)
         if state.step_number:
             if trainer.ckpt_path is not None:
                 logger.warning(
@@ -128,17 +130,6 @@ class Protect(Callback):  # type: ignore[misc]
                 )
                 trainer._checkpoint_connector._loaded_checkpoint = {}
             place.restore()
-
-    def _call_hook_first(self, pl_module: Any) -> None:
-        """Let Lightning not call the module's own hook again after this callback has done so."""
-        own = pl_module.on_train_batch_end
-
-        def once(*args: Any, **kwargs: Any) -> None:
-            is_ended, self._is_ended = self._is_ended, False
-            if not is_ended:
-                own(*args, **kwargs)
-
-        pl_module.on_train_batch_end = once
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let the loaders go on at the very batch, and do what was due after the step."""
@@ -207,7 +198,8 @@ class Protect(Callback):  # type: ignore[misc]
         """Commit the step, if an optimizer has stepped, with what the module does at its end."""
         state = self._open()
         pl_module.on_train_batch_end(outputs, batch, batch_idx)
-        self._is_ended = True
+        # Lightning calls it next. Nothing may stay on the module, which code copies and saves.
+        pl_module.on_train_batch_end = lambda *_: vars(pl_module).pop("on_train_batch_end")
         if state.num_updates == self._updates:
             return  # gradients are being accumulated
         self._updates = state.num_updates
@@ -223,7 +215,6 @@ class Protect(Callback):  # type: ignore[misc]
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the final state, where Lightning had nothing left to train."""
         self._open().finish()
-        vars(pl_module).pop("on_train_batch_end", None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the state of the last commit."""

@@ -4,6 +4,8 @@ out."""
 from __future__ import annotations
 
 import ast
+import copy
+import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -572,6 +574,42 @@ TRAINERS = pytest.mark.parametrize(
         (train_lightning, "es.lightning.Protect", "batch"),
     ],
 )
+
+
+@TRAINERS
+def test_a_second_training_of_a_process_is_one_of_its_own(
+    train: Callable[..., Seen], who: str, part: str
+) -> None:
+    first = train("run", rows())
+    assert len(train("run", rows(offset=1))) == len(first) == 9
+
+
+def test_a_second_call_of_one_trainer_is_refused() -> None:
+    trainer = hf_trainer(Tiny())
+    trainer.add_callback(es.hf.Protect(trainer, run_id="hf"))
+    trainer.train()
+    with pytest.raises(BadTask, match=r"train\(\) was called a second time; make another Trainer"):
+        trainer.train()
+    again = fit(sgd)
+    with pytest.raises(BadTask, match=r"fit\(\) was called a second time; make another Trainer"):
+        again.fit(again.lightning_module, again.train_dataloader)
+
+
+class Copied(Following):
+    """A module that is copied and written in each step, as for an average of one's own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for copied in (copy.deepcopy(self), pickle.loads(pickle.dumps(self))):
+            assert "on_train_batch_end" not in vars(copied), "it would call that of the original"
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_module_is_copied_within_its_training_as_without_everstep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "Following", Copied)
+    net, steps = follow("copied")
+    assert net.num_hooks == steps == 12
 
 
 @TRAINERS

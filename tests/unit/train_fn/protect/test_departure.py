@@ -41,7 +41,7 @@ SHADOWS = SimpleNamespace(newest=NEWEST, older=OLDER)
         ({}, False, WHOLE),
         ({"complete": False}, True, "between two states"),
         ({"missing": "interrupted"}, True, "interrupted"),
-        ({"missing": "interrupted", "shadows": SHADOWS}, True, "interrupted"),
+        ({"missing": "interrupted", "shadows": SHADOWS}, True, OLDER),
         ({"regular": False}, True, WHOLE),
         ({"regular": False}, False, "2 optimizer steps instead of 1"),
         ({"regular": False, "shadows": SHADOWS}, False, "2 optimizer steps instead of 1"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.errors import BadTask, DataChanged, PeersGone
-from train_fn.protect.commits import Commits, interrupted
+from train_fn.protect import training
+from train_fn.protect.commits import Boundary, Commits
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import UP_TO_LOADER, name_of
 
@@ -356,54 +358,59 @@ def test_a_loop_that_changes_what_was_restored_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("changed", "earlier", "unsettled", "ends_epoch", "missing"),
+    ("changed", "earlier", "ends_epoch", "missing"),
     [
-        ([], {}, [], False, None),
-        (["scheduler"], {}, [], False, "scheduler"),
-        ([], {True: ["scheduler"]}, [], False, None),
-        ([], {True: ["scheduler"]}, [], True, "scheduler"),
-        ([], {True: []}, ["scheduler"], True, None),
-        ([], {}, ["scheduler"], True, "scheduler"),
-        ([], {}, ["scheduler"], False, None),
-        ([], {False: ["extra.ema"]}, [], False, "extra.ema"),
+        ([], [], False, None),
+        (["scheduler"], [], False, "it changes scheduler"),
+        ([], ["extra.ema"], False, "it changes extra.ema"),
+        ([], [], True, "an evaluation"),
     ],
 )
 def test_a_commit_is_left_only_if_nothing_that_follows_it_is_missing(
-    changed: list[str],
-    earlier: dict[bool, list[str]],
-    unsettled: list[str],
-    ends_epoch: bool,
-    missing: str | None,
+    changed: list[str], earlier: list[str], ends_epoch: bool, missing: str | None
 ) -> None:
-    found = interrupted(changed, earlier, unsettled, ends_epoch)
+    state: Any = SimpleNamespace(
+        changed=lambda: earlier, ends_epoch=False, note_parts=lambda **_: 0
+    )
+    boundary = Boundary(state, SimpleNamespace(renew=lambda: None), lambda: None)  # type: ignore[arg-type]
+    boundary.is_open = False
+    boundary.commit()
+    boundary.sees_steps = True
+    state.note_unseen = lambda: None
+    boundary.close()
+    state.changed, state.ends_epoch = lambda: changed, ends_epoch
+    boundary.commit()
+    found = boundary.problem()
     assert found is None if missing is None else found is not None and missing in found
 
 
-def test_a_loop_that_breaks_at_an_epoch_s_end_goes_on_from_a_whole_state(
-    tmp_path: Path, protect: Callable[..., Protected], model: nn.Module
+@pytest.mark.parametrize("torn", ["refuse", "shadow"])
+@pytest.mark.parametrize("shape", ["flat", "nested"])
+def test_what_a_loop_does_at_an_epoch_s_end_is_done_again_if_it_fails_there(
+    shape: str, torn: str, protect: Callable[..., Protected], model: nn.Module
 ) -> None:
-    """An evaluation fails before the scheduler steps: a restart from that commit would never step
-    it. The loop goes on from the state before."""
-    rates: list[float] = []
+    """An evaluation fails that changes nothing of the state."""
+    evaluated: list[int] = []
     for fails in (True, False):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        state = protect(
-            optimizer=optimizer, scheduler=scheduler, checkpoint={"every_steps": 5}, fresh=fails
-        )
+        state = protect(optimizer=optimizer, torn=torn)
         batches = data()
+
+        def follow() -> None:
+            if state.step_number % len(batches) == 0:  # noqa: B023
+                if fails and state.step_number == 6:  # noqa: B023
+                    raise LookupError("in an evaluation")
+                evaluated.append(state.step_number)  # noqa: B023
+
         with pytest.raises(LookupError) if fails else nullcontext(), state:
             assert state.step_number == 0 if fails else 0 < state.step_number < 6
-            for batch in batches.batches(state, epochs=3):
-                state.step(loss=train(model, optimizer, *batch))
-                if state.step_number % len(batches) == 0:
-                    if fails and state.step_number == 6:
-                        raise LookupError("in an evaluation")
-                    scheduler.step()
-        rates.append(scheduler.last_epoch)
-        if fails:
-            assert "it changes scheduler" in str(state.left and state.left.problem)
-    assert rates[-1] == 3
+            assert fails or torn == "refuse" or state.step_number == 5
+            for epoch in [2] if shape == "flat" else range(state.epoch, 3):
+                for batch in batches.batches(state, epochs=epoch + 1):
+                    state.step(loss=train(model, optimizer, *batch))
+                    follow() if shape == "flat" else None
+                follow() if shape == "nested" else None
+    assert [*dict.fromkeys(evaluated)] == [3, 6, 9]
 
 
 def test_a_loop_that_ends_within_a_step_saves_nothing_of_it(
@@ -447,12 +454,14 @@ def test_an_error_leaves_the_state_before_the_step_that_failed(
 
 
 def test_other_data_than_before_is_refused(
-    protect: Callable[..., Protected], model: nn.Module
+    protect: Callable[..., Protected], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with protect(optimizer=optimizer) as state:
         for batch in data().batches(state, steps=4):
             state.step(loss=train(model, optimizer, *batch))
+    monkeypatch.setattr(training, "_begun", {})  # as in a new process
+    torch.manual_seed(1)
     with pytest.raises(DataChanged, match="21 samples"), protect() as state:
         next(data(21).batches(state))
 
@@ -687,10 +696,14 @@ class Unordered:
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [4, 6])
 def test_data_in_another_order_after_a_restart_is_refused_within_an_epoch(
-    dies: int, protect: Callable[..., Protected], model: nn.Module
+    dies: int,
+    protect: Callable[..., Protected],
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = list(range(24))
     for listed in (names, names[::-1]):
+        monkeypatch.setattr(training, "_begun", {})  # as in a new process
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state = protect(optimizer=optimizer)
         is_refused = listed != names and dies % 3
