@@ -9,10 +9,13 @@ of the user that may change weights, the code is to blame.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from everstep.wire.events import EventKind
@@ -373,3 +376,29 @@ def _require_alike(
         "differently",
         few(names),
     )
+
+
+class StatelessHooks(Check):
+    """Refuse a communication hook of DDP that keeps a state. Each rank has its own, such as the
+    errors that compressed gradients left, and no checkpoint holds them."""
+
+    costs = dict.fromkeys((Moment.LOSS,), "a look at a list")
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._wrapped = [
+            module
+            for model in models
+            for module in model.modules()
+            if isinstance(module, DistributedDataParallel)
+        ]
+
+    def after(self, moment: Moment, source: str) -> None:
+        for wrapped in self._wrapped:
+            for hook, state in getattr(wrapped, "_comm_hooks", ()):
+                if state is not None and not isinstance(state, ProcessGroup):
+                    raise BadTask(
+                        f"the communication hook {getattr(hook, '__name__', hook)} of the model "
+                        f"keeps a state of its own ({type(state).__name__}), which no checkpoint "
+                        "holds: after a restart the weights would be others. Register one that "
+                        "keeps none, such as fp16_compress_hook, or leave it out"
+                    )

@@ -37,6 +37,7 @@ from train_fn.checks.order import (
     WeightsOfCommit,
     require_same_order,
 )
+from train_fn.checks.ranks import StatelessHooks
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StepNotWhole
 from train_fn.node.device import keep_if_broken
@@ -134,7 +135,7 @@ def checks_of(
 ) -> list[Check]:
     """Return the checks of a user's loop, in the order in which they are made."""
     parts = state.parts
-    checks: list[Check] = [GradientsUsed(state, updates), watch]
+    checks: list[Check] = [StatelessHooks(parts.wrapped), GradientsUsed(state, updates), watch]
     # A trainer wraps its model after it has begun, which writes all weights again.
     if torn == "refuse" and not of_trainer:
         checks.append(WeightsOfCommit(state, updates))

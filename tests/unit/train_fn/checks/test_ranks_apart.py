@@ -10,13 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from everstep.spec.code import CodeSpec
 from storage.run_control import Distrust
 from tests.support.saves import make_context
 from train_fn.checks.check import Checks, Moment
-from train_fn.checks.ranks import Together
+from train_fn.checks.ranks import StatelessHooks, Together
 from train_fn.checks.trained import TrainedParameters
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeerApart, RanksApart
@@ -89,3 +100,29 @@ def test_right_after_a_users_hook_it_is_the_hooks_doing(tmp_path: Path) -> None:
     with pytest.raises(BadTask, match=r"Mine\.loss left different values"):
         compare(ctx, Moment.EVALUATED, must_agree=False)
     assert ctx.run_dir.distrusted() == ()
+
+
+@pytest.mark.parametrize(
+    ("hook", "state", "named"),
+    [
+        (fp16_compress_hook, None, None),
+        (powerSGD_hook, PowerSGDState(None, 1), r"powerSGD_hook of the model .*PowerSGDState"),
+        (fp16_compress_wrapper(powerSGD_hook), PowerSGDState(None, 1), "PowerSGDState"),
+        (post_localSGD_hook, PostLocalSGDState(None, None, 4), "PostLocalSGDState"),
+    ],
+)
+def test_a_communication_hook_with_a_state_is_named(
+    hook: Any, state: Any, named: str | None
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(nn.Linear(2, 2))
+        wrapped.register_comm_hook(state, hook)
+        check = StatelessHooks([nn.Sequential(wrapped)])
+        if named is None:
+            check.after(Moment.LOSS, "")
+            return
+        with pytest.raises(BadTask, match=named):
+            check.after(Moment.LOSS, "")
+    finally:
+        dist.destroy_process_group()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.utils.data import TensorDataset
 
 import everstep.train as es
@@ -75,6 +76,14 @@ class NoState:
         ({"model": {"a.b": nn.Linear(1, 1)}}, "without dots"),
         ({"optimizer": None}, r"optimizer=…\) is missing"),
         ({"optimizer": "adam"}, "pass a torch.optim.Optimizer"),
+        (
+            {
+                "optimizer": PostLocalSGDOptimizer(
+                    torch.optim.SGD(nn.Linear(1, 1).parameters()), None
+                )
+            },
+            "PostLocalSGDOptimizer, which steps another optimizer",
+        ),
         ({"extra": {"ema": NoState()}}, r"extra.ema is a NoState without state_dict\(\)"),
         ({"torn": "maybe"}, "'refuse' or 'shadow'"),
         ({"heirs": False}, r"es\.protect\(heirs=False\) .* sharded models alone. Leave it out"),
