@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from train_fn.checks.ranks import require_same_samples
 from train_fn.errors import BadTask, DataChanged
@@ -54,9 +55,9 @@ class LoopState(RunState):
         self.seed = torch.initial_seed() & (1 << 63) - 1
         """Seeds the random numbers of every step. It is that of ``torch.manual_seed`` when the run
         began."""
-        self._given = self._began_with = given_by(parts, self.seed)
-        self.is_taken_up = False
-        """Whether an earlier training has left it, which must have had the same data."""
+        self._began_with = given_by(parts, self.seed)
+        self.why_alike: str | None = None
+        """Why only the loop that began the run may go on with it; None if any may."""
         self.data: Batches | None = None
         self._known_data: str | None = None
         """Fingerprint of the data that the restored state was trained on."""
@@ -136,14 +137,9 @@ class LoopState(RunState):
         if is_new:
             contents = data.contents()
             require_same_samples(peers, contents, "the data of es.loader", "Where you make it, ")
-            if self._last_batch is not None and (self.is_taken_up or not self.ends_epoch):
+            if self._last_batch is not None and (self.why_alike or not self.ends_epoch):
                 self._last_batch.require_same(data, contents, self.step, peers)
             self._contents = contents.dump()
-
-    def unlike(self) -> list[str]:
-        """Return what the run began with that the present loop has otherwise."""
-        began, given = self._began_with, self._given
-        return [name for name in given if began.get(name, given[name]) != given[name]]
 
     def _place(self) -> tuple[int, int]:
         """Return epoch and global batch within it; (0, step) where no epoch is known."""
@@ -306,7 +302,7 @@ class LoopState(RunState):
                 "data": self._known_data,
                 "frozen": frozen,
                 "epoch_began": self.epoch_began,
-                "began_with": dict(self._began_with),
+                "began_with": self._began_with,
                 "batch": self._last_batch.dump() if self._last_batch is not None else None,
             },
         }
@@ -320,41 +316,6 @@ class LoopState(RunState):
         """
         self._check(state)
         self.complete = False
-        self._began_with = state["own_loop"].get("began_with", {})
-        try:
-            self._load_trained(state)
-        except (RuntimeError, ValueError) as exc:
-            if not (unlike := self.unlike()):
-                raise
-            raise BadTask(
-                f"the state of step {state['step']} is of another {few(unlike)}; give the same, or "
-                "pass run_id=… for another training"
-            ) from exc
-        kept = {**state["task"]["parts"], **state["loaders"]}
-        is_begun = state["step"] > 0
-        for name, part in self.parts.others.items():
-            if is_begun or name not in self.parts.loaders:
-                saved = copy.deepcopy(kept[name])
-                if self.piece is not None:
-                    saved = whole_extra(name, part, saved, state.get("shards") or {})
-                part.load_state_dict(of_own_types(saved, part.state_dict()))
-        self.volatile.load_unsaved(state["unsaved"])
-        self.volatile.renew()
-        self.seed = state["task"]["seed"]
-        self.load_counters(state)
-        self._known_data = state["own_loop"]["data"]
-        self._last_batch = LastBatch.loaded(state["own_loop"].get("batch"), state.get("contents"))
-        self._contents = state.get("contents")
-        self.epoch_began = state["own_loop"].get("epoch_began", self.step)
-        self._restored_epoch = (state["epoch"], state["k"])
-        if (frozen := state["own_loop"].get("frozen")) is not None:
-            self._copies.freeze(frozen)
-        self._copies.begin()
-        self.note_parts()
-        self.complete = True
-
-    def _load_trained(self, state: dict[str, Any]) -> None:
-        """Load weights and optimizers."""
         shards = state.get("shards") or {}
         for prefix, model in self.parts.models.items():
             own = (each for each in state["model"].items() if each[0].startswith(prefix))
@@ -370,6 +331,29 @@ class LoopState(RunState):
                 saved = whole_optimizer(name, optimizer, saved, shards)
             optimizer.load_state_dict(saved)
             match_layout(optimizer, saved.get("strides"))
+        kept = {**state["task"]["parts"], **state["loaders"]}
+        is_begun = state["step"] > 0
+        for name, part in self.parts.others.items():
+            if is_begun or name not in self.parts.loaders:
+                saved = copy.deepcopy(kept[name])
+                if self.piece is not None:
+                    saved = whole_extra(name, part, saved, shards)
+                part.load_state_dict(of_own_types(saved, part.state_dict()))
+        self.volatile.load_unsaved(state["unsaved"])
+        self.volatile.renew()
+        self.seed = state["task"]["seed"]
+        self.load_counters(state)
+        self._known_data = state["own_loop"]["data"]
+        self._last_batch = LastBatch.loaded(state["own_loop"].get("batch"), state.get("contents"))
+        self._contents = state.get("contents")
+        self.epoch_began = state["own_loop"].get("epoch_began", self.step)
+        self._began_with = state["own_loop"].get("began_with", {})
+        self._restored_epoch = (state["epoch"], state["k"])
+        if (frozen := state["own_loop"].get("frozen")) is not None:
+            self._copies.freeze(frozen)
+        self._copies.begin()
+        self.note_parts()
+        self.complete = True
 
     def require_sound(self, state: Mapping[str, Any]) -> None:
         """Raise StateNotWhole or NonFiniteWeights for a state that must not be kept."""
@@ -385,6 +369,14 @@ class LoopState(RunState):
             raise BadTask(
                 f"the model of the state to resume was {was}sharded, and this one is {now}sharded; "
                 "build it as before, or start a new run"
+            )
+        began, given = state["own_loop"].get("began_with", {}), self._began_with
+        unlike = [name for name in began if began[name] != given.get(name, began[name])]
+        if self.why_alike and state["step"] and unlike:
+            raise BadTask(
+                f"es.protect: {self.why_alike} at step {state['step']}, and began with another "
+                f"{few(unlike)}. Pass run_id=… for another training, one for each fold or phase, "
+                "or fresh=True to begin this one anew"
             )
         kept = {**state["task"]["parts"], **state["loaders"]}
         for what, saved, own in (
@@ -406,8 +398,11 @@ class LoopState(RunState):
 
 
 def given_by(parts: LoopParts, seed: int) -> dict[str, str]:
-    """Return digests of what tells trainings of one script apart: seed, models, optimizers."""
-    given = {"seed": seed, "model": parts.models, "optimizer or its options": parts.optimizers}
+    """Return digests of what tells trainings of one script apart: models, optimizers, and the seed
+    of rank 0."""
+    given = {"model": parts.models, "optimizer or its options": parts.optimizers}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        given["seed"] = seed
     texts = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in given.items()}
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 

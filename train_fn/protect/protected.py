@@ -35,7 +35,6 @@ from train_fn.protect.training import (
     training_facts,
 )
 from train_fn.samples.sampler import seed_micro_batch
-from train_fn.state.contents import few
 from train_fn.state.tensor_tree import size_bytes
 
 logger = logging.getLogger(__name__)
@@ -161,15 +160,14 @@ class Protected:
         ctx, state = home.ctx, self._state
         self.rank, self.world_size = ctx.world_rank, ctx.world_size
         own = (state.seed, state.own_draws)
+        state.why_alike = home.why_alike
         self._training = training = prepare(
             ctx, state, self._torn, of_trainer=self.ends_with_commit
         )
         session = training.session
         session.begin(training_facts(session, state, self._total_steps))
-        seeds, draws, unlike = zip(*training.peers.gather((*own, state.unlike())), strict=True)
+        seeds, draws = zip(*training.peers.gather(own), strict=True)
         self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1
-        if home.why_alike is not None and state.step:
-            self._require_alike(home, unlike[0])
         if training.shadows is not None:
             training.shadows.take()
         if session.holdings is not None:
@@ -196,20 +194,6 @@ class Protected:
             session.save(is_due=True, is_best=True)
         self.reseed(state.seeds_at)
         session.reporter.start_clock()
-
-    def _require_alike(self, home: Home, unlike: list[str]) -> None:
-        """Raise BadTask if this loop is not the one that began the run: it would take over weights
-        of another training."""
-        run_id, step = home.ctx.run_dir.run_id, self._state.step
-        if unlike:
-            raise BadTask(
-                f"es.protect: run {run_id} {home.why_alike} at step {step}, and began with another "
-                f"{few(unlike)}. Pass run_id=… for another training, one for each fold or phase, "
-                "or fresh=True to begin this one anew"
-            )
-        if self.rank == 0:
-            logger.warning("run %s %s, and goes on at step %d", run_id, home.why_alike, step)
-        self._state.is_taken_up = True
 
     def follow(self, *wrapped: torch.nn.Module) -> None:
         """Take these as the models that are called; used by adapters whose library wraps a model

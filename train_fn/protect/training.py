@@ -408,8 +408,10 @@ class _OwnHome:
         self.ctx, self._journal, self._watch, was_done = begin_attempt(
             spec, run_dir, place, device, fresh, stopping, say_line
         )
-        left = "was left in this process" if begun.is_left else None
-        self.why_alike = "was finished before" if was_done else left
+        left = f"run {spec.name} was left in this process" if begun.is_left else None
+        self.why_alike = f"run {spec.name} was finished before" if was_done else left
+        if self.why_alike and place.rank == 0 and not fresh:
+            say_line(f"{self.why_alike}, and goes on from there")
         begun.is_open = True
 
     def finished(self, stop: Stop | None) -> None:

@@ -62,7 +62,7 @@ class Fold:
 OTHERS = [
     ({"seed": 1}, BadTask, "began with another seed"),
     ({"rate": 0.2}, BadTask, "began with another optimizer"),
-    ({"width": 5}, BadTask, "another model; give the same, or pass run_id="),
+    ({"width": 5}, BadTask, "began with another model"),
     ({"fold": 1}, DataChanged, "data of es.loader changed"),
 ]
 

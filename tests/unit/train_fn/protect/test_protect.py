@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.utils.data import TensorDataset
 
 import everstep.train as es
@@ -66,6 +65,13 @@ def train(model: nn.Module, optimizer: Any, *inputs: torch.Tensor) -> torch.Tens
 
 class NoState:
     pass
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, as PostLocalSGDOptimizer does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optim, self.param_groups = inner, inner.param_groups
 
 
 @pytest.mark.parametrize(
