@@ -198,8 +198,8 @@ def _check_optimizer(name: str, optimizer: Any) -> None:
         raise BadTask(f"{where} is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # its base class was not initialised
         raise BadTask(
-            f"{where} is a {type(optimizer).__name__}, which steps another optimizer. Pass that one "
-            "to es.protect, and call its step() in the loop"
+            f"{where} is a {type(optimizer).__name__}, which steps another optimizer. Pass that "
+            "one to es.protect, and call its step() in the loop"
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise BadTask(

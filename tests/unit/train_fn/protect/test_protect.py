@@ -83,12 +83,8 @@ class Around(torch.optim.Optimizer):
         ({"optimizer": None}, r"optimizer=…\) is missing"),
         ({"optimizer": "adam"}, "pass a torch.optim.Optimizer"),
         (
-            {
-                "optimizer": PostLocalSGDOptimizer(
-                    torch.optim.SGD(nn.Linear(1, 1).parameters()), None
-                )
-            },
-            "PostLocalSGDOptimizer, which steps another optimizer",
+            {"optimizer": Around(torch.optim.SGD(nn.Linear(1, 1).parameters()))},
+            "is a Around, which",
         ),
         ({"extra": {"ema": NoState()}}, r"extra.ema is a NoState without state_dict\(\)"),
         ({"torn": "maybe"}, "'refuse' or 'shadow'"),
