@@ -142,6 +142,7 @@ def test_what_a_head_and_a_keeper_leave_that_die_at_once_is_cleared(settings: Se
     assert second.state == "ready"
 
 
+@pytest.mark.chaos
 def test_a_head_that_did_not_start_is_started_again(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,15 +125,6 @@ def test_an_error_of_the_data_is_the_users(service: ServiceProcess) -> None:
     assert "/nowhere/to/be/found" in (run.failures()[-1].exception or "")
 
 
-def test_a_run_that_can_never_fit_says_what_is_missing(service: ServiceProcess) -> None:
-    run = service.client().runs.create(digits("too large", workers=(4, 4)))
-    wait_for(lambda: run.refresh().reason is not None, 120, "a reason")
-    assert run.status == "QUEUED" and run.reason is not None and run.reason.code == "infeasible"
-    assert "CPU" in run.reason.message
-    run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
-
-
 @pytest.mark.core
 def test_a_killed_rank_costs_nothing_that_counts_and_a_broken_stream_shows_all_of_it_once(
     service: ServiceProcess,
