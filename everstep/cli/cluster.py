@@ -63,9 +63,7 @@ def drain(
     ] = False,
     deadline: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS", min=1, help="The node will be removed in this many seconds."
-        ),
+        typer.Option(metavar="SECONDS", help="The node will be removed in this many seconds."),
     ] = None,
     reason: ReasonOption = None,
     wait: Annotated[
@@ -114,6 +112,8 @@ def _drain_this_node(deadline_s: float | None, reason: str | None, *, wait: bool
     require_server()
     import psutil
 
+    if deadline_s is not None and deadline_s <= 0:
+        raise UsageError(f"--deadline {deadline_s:g} is over; give the seconds that are left")
     began = time.monotonic()
     raylets = [each for each in psutil.process_iter(["name"]) if each.info["name"] == "raylet"]
     if len(raylets) != 1:
@@ -128,7 +128,7 @@ def _drain_this_node(deadline_s: float | None, reason: str | None, *, wait: bool
     order += ["--address", address, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     order += ["--reason-message", reason or "everstep drain --this-node"]
     if deadline_s is not None:
-        order += ["--deadline-remaining-seconds", str(int(deadline_s))]
+        order += ["--deadline-remaining-seconds", str(max(1, int(deadline_s)))]
     try:
         done = subprocess.run(
             order, capture_output=True, text=True, timeout=deadline_s or 60.0, check=False

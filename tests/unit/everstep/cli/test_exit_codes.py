@@ -230,3 +230,5 @@ def test_a_machine_that_is_not_one_node_is_not_drained(
     monkeypatch.setattr("psutil.process_iter", lambda _names: found)
     result = run_cli("drain", "--this-node")
     assert result.exit_code == 2 and named in result.stderr
+    over = run_cli("drain", "--this-node", "--deadline", "0")
+    assert over.exit_code == 2 and "seconds that are left" in over.stderr
