@@ -12,7 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from everstep.wire import Verdict
-from everstep.wire.events import EventKind
+from everstep.wire.events import UNFIT, EventKind
 from service.model.run_rows import RunRow
 from storage.logs.journal import JournalEvent
 
@@ -124,7 +124,7 @@ class RunFigures:
         for event in events:
             try:
                 self._count(run, event)
-            except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            except UNFIT as exc:
                 log.warning(
                     "an event was not counted",
                     run_id=run.id,

@@ -4,12 +4,12 @@ transaction."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import delete, select, text, update
 
 from everstep.wire import Failure
-from everstep.wire.events import EventKind
+from everstep.wire.events import UNFIT, EventKind
 from service.db.engine import insert_missing, replace_row
 from service.db.node_marks import NodeMarks
 from service.db.tables import events, node_marks, runs
@@ -123,20 +123,28 @@ class NodeMarkStore(NodeMarks):
         )
         with self._database.read() as connection:
             found = connection.execute(query).all()
-        return [
-            NodeFailure(
-                row.run_id,
-                one.node_id,
-                row.at,
-                one.verdict,
-                one.exception or "",
-                one.kind,
-                row.owner,
-                row.archive,
-            )
-            for row, one in ((row, Failure.of(row)) for row in found)
-            if one.node_id and one.first_rank is not None
-        ]
+        return [each for row in found if (each := _node_failure(row)) is not None]
+
+
+def _node_failure(row: Any) -> NodeFailure | None:
+    """Return the failure of an event with its run's owner and archive; None without a node, and for
+    data that does not fit: one run's code must not end the care for all nodes."""
+    try:
+        one = Failure.of(row)
+        if not one.node_id or one.first_rank is None:
+            return None
+        return NodeFailure(
+            row.run_id,
+            one.node_id,
+            row.at,
+            one.verdict,
+            one.exception or "",
+            one.kind,
+            row.owner,
+            row.archive,
+        )
+    except UNFIT:
+        return None
 
 
 # ---------------------------------------------------------------- marks file

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from everstep.wire.events import EventKind
+from service.annexes.nodes.store import NodeMarkStore
+from service.figures import RunFigures
 from service.model.rows import EventRow
 from service.projections import checkpoints
 from service.projections.handlers import folded
-from tests.support.api_service import ApiService
+from tests.support.api_service import NOON, ApiService, Journal
 from tests.support.page_text import fail
-from tests.support.projected_events import committed, event
+from tests.support.projected_events import committed, event, run_row
 from tests.support.web_browser import Browser
 
 SUBJECTS = ("failures", "attempts", "goodput", "stragglers", "samples", "metrics", "checkpoints")
@@ -68,6 +70,22 @@ async def test_every_page_works_and_the_rest_is_there(api: ApiService, what: str
     assert {str(each.url): each.status_code for each in answers if each.status_code != 200} == {}
     found = (await api.get(f"/v1/runs/{run_id}/attempts"))["items"]
     assert [(each["world_size"], len(each["workers"])) for each in found][:1] == [(2, 2)]
+
+
+async def test_one_run_does_not_end_the_care_for_all_nodes(api: ApiService) -> None:
+    for changed in ({"first_rank": {"a": 1}}, {"evidence": {"kind": [1]}}, {"evidence": 5}, {}):
+        run_id, journal = await api.running()
+        api.apply(run_id, [fail(journal, **changed)])
+    found = NodeMarkStore(api.database).failures_since(0.0)
+    assert [(each.run_id, each.node_id) for each in found] == [(run_id, "node-2")]
+
+
+def test_figures_count_what_fits() -> None:
+    figures, run = RunFigures(lambda: NOON), run_row()
+    journal = Journal()
+    too_much = journal.event(EventKind.CHECKPOINT_COMMITTED, size_bytes=10**400)
+    figures.applied(run, [too_much, journal.steps(1)])
+    assert figures.steps.labels(run.project)._value.get() == 1
 
 
 def test_only_what_does_not_fit_is_left_out() -> None:
