@@ -87,11 +87,6 @@ class WorkerContext:
     hands_over: Callable[[], bool] = lambda: False
     """Return whether the controller has asked the ranks to exit for a group that follows at once,
     and in which processes of this one go on. Rank 0 decides by it for all."""
-    open_offer: Callable[[], int | None] = lambda: None
-    """Return the number of the offer of an attempt that is ready to begin in this process as soon
-    as this one has handed over to it; None without one."""
-    accept: Callable[[int | None], None] = lambda number: None
-    """Accept that offer, so that its attempt begins once this rank's training thread has ended."""
     on_replaced: Callable[[str], None] = lambda why: None
     """Called once the storage shows that a newer attempt or submission has begun. Under a driver it
     ends the process."""

@@ -7,7 +7,6 @@ group of another size, and at the end.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 from everstep.wire.events import EventKind
@@ -57,7 +56,6 @@ def train(ctx: WorkerContext, progress: RankProgress | None = None) -> Left | No
             progress.rescue.leave()
         if left == YIELDED:
             hand_over(progress)
-            ctx.accept(progress.followed_by)
         return left
     except BaseException as exc:
         failed = leave(ctx, progress, exc)
@@ -265,14 +263,7 @@ def hands_over(training: Training, stop: Stop) -> bool:
     if ctx.world_rank == 0:
         saver = training.session.saver
         may_leave = may_leave and ctx.hands_over() and not saver.has_best_to_write
-    answers = replica.peers.gather((may_leave, ctx.open_offer()))
-    training.progress.followed_by = agreed_offer([offered for _, offered in answers])
-    return all(may for may, _ in answers)
-
-
-def agreed_offer(offers: Sequence[int | None]) -> int | None:
-    """Return the offer that is open in the process of every rank; None if there is none."""
-    return offers[0] if len(set(offers)) == 1 else None
+    return all(replica.peers.gather(may_leave))
 
 
 def hand_over(progress: RankProgress) -> None:

@@ -60,9 +60,6 @@ class RankProgress:
     """Keeps the state where this thread cannot."""
     began: Beginning = field(default_factory=Beginning)
     """What the process had before the attempt."""
-    followed_by: int | None = None
-    """The offer of the attempt that all ranks begin by themselves once they have handed over; None
-    if the controller begins it."""
     survivor: Survivor | None = None
     """What an earlier attempt of this process has kept, until the state of this one counts."""
 

@@ -56,14 +56,9 @@ class AttemptLog:
             interval_s=max(0.1, engine.job.run_dir.storage.batch_s),
         )
 
-    @property
-    def next_number(self) -> int:
-        """Return the number of the next attempt."""
-        return self.attempt + 1
-
     def next_attempt(self) -> int:
         """Start to count the next attempt, and return its number."""
-        self.attempt = self.next_number
+        self.attempt += 1
         self.journal.attempt = self.attempt
         return self.attempt
 

@@ -81,7 +81,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._attempt_log,
             lambda: self._driver.is_leaving,
             self._recruits(),
-            self._offer_next,
         )
         self._failures = self._new_failures(train_run_context.run_config.failure_config)
         super().__init__(
@@ -146,7 +145,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
             lambda: self._worker_group,
             lambda: isinstance(self.get_state(), RunningState),
             self._patience_s,
-            self._settle_next,
         )
 
     # -- calls of drivers
@@ -204,8 +202,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._resizes = False
         waiting = before.needs_new_run_attempt() or isinstance(before, ReschedulingState)
         stops = self._driver.is_leaving or self._journal.stop_requested is not None
-        # A group that has begun by itself is entered first, and saves: it has the newest state.
-        if waiting and stops and not self._next_has_begun(all_have_left=True):
+        if waiting and stops:
             self._stopped = self._journal.stop_requested
             return LoopResult(
                 run_attempt_id=self._get_run_attempt_id(),
@@ -223,7 +220,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
                 self._placement.release()
             await asyncio.sleep(self._settings.poll_s)
         elif isinstance(before, RunningState) and isinstance(result.next_state, RunningState):
-            self._check_offer()
             self._yielding.check(self._worker_group)
             self._hangs.check(self._worker_group)
             self._stacks.check(self._worker_group, self._hangs.quiet_s)
@@ -267,8 +263,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             # Nobody paused the run: the request to exit was lost on its way to rank 0, or late.
             value = YIELDED
         if value == YIELDED:
-            # A group that has begun by itself is asked to save and exit next.
-            return self._driver.is_leaving and not self._next_has_begun(all_have_left=True)
+            return self._driver.is_leaving
         self._stopped = value if value in STOPS else None
         return True
 
@@ -276,21 +271,18 @@ class EverstepController(TrainController):  # type: ignore[misc]
         """Shut the group down, and report the end of its attempt unless the next driver does. Ranks
         that made room for another group may keep their processes for it."""
         is_followed = isinstance(self.get_state(), SchedulingState)
-        has_begun = self._next_has_begun(all_have_left=is_followed)
-        if has_begun:
-            self._worker_group.keep_for_next()
-        elif (
+        if (
             self._attempt_log.is_open  # else its failure was judged
             and self.worker_group_cls.in_process
             and (is_followed or self._yielding.asked)
         ):
             # Nobody has saved what they have handed over, whoever goes on with it.
             self._worker_group.keep_all(apart_from=self._sizes.draining)
-        if self._attempt_log.is_open and (has_begun or not self._driver.is_leaving):
+        if self._attempt_log.is_open and not self._driver.is_leaving:
             self._attempt_log.recovery = None
             if isinstance(self.get_state(), ShuttingDownState):
                 self._attempt_log.ended("stopped" if self._stopped else "finished")
-            elif self._sizes.draining and not has_begun:
+            elif self._sizes.draining:
                 self._failures.note_preemption(self._worker_group, self._yielding.asked_at)
             else:
                 self._attempt_log.ended("resized")
@@ -298,63 +290,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if not is_followed:
             self._yielding.reset()
             self.worker_group_cls.survivors.end()
-
-    # -- a group that begins by itself
-
-    def _offer_next(self, num_workers: int) -> None:
-        """Let the group of that size begin in its processes as soon as the present one has handed
-        over. If that is not possible, it is started after the present one."""
-        present = self._worker_group
-        if (
-            not self._settings.growth_beside
-            or present.must_abort  # NCCL makes its communicator when all ranks are there
-            or self._engine.job.spec.train.sharding != "none"  # it saves its pieces first
-            or self._sizes.draining
-            or num_workers <= len(present.get_workers())
-            or self.worker_group_cls.offered is not None
-        ):
-            return
-        self._sizes.offered = num_workers
-        try:
-            with self.worker_group_cls.offering(present):
-                self._start_worker_group(
-                    num_workers, self._sizes.scaling_config._resources_per_worker_not_none
-                )
-        except Exception as exc:
-            why = str(exc).partition("\n")[0]
-            logger.warning("the next group does not begin by itself: %s", why)
-            self._next_has_begun(all_have_left=False)
-        finally:
-            self._worker_group = present
-
-    def _check_offer(self) -> None:
-        """Withdraw the offer of the next group if a process that is to join is gone or stopped, or
-        if its node is not to get ranks any more. Called with every turn of the control loop."""
-        group = self.worker_group_cls.offered
-        if group is None:
-            return
-        answers = group.joining_answer()
-        if not answers or not self._sizes.may_join(group.joining_nodes()):
-            why = "its node is not to be used" if answers else "it does not answer"
-            if not self._next_has_begun(all_have_left=False):
-                logger.warning("a process that was to join is not waited for: %s", why)
-
-    def _next_has_begun(self, *, all_have_left: bool) -> bool:
-        """As ``GroupFactory.next_has_begun``. Any size may follow if it has not."""
-        has_begun = self.worker_group_cls.next_has_begun(all_have_left=all_have_left)
-        if not has_begun:
-            self._sizes.offered = None
-        return has_begun
-
-    def _settle_next(self) -> None:
-        """Take the next group for the present one if it has begun by itself; else it does not begin
-        any more. Called when the present one has failed."""
-        if self._next_has_begun(all_have_left=False):
-            self._attempt_log.recovery = None
-            self._worker_group.keep_for_next()
-            self._attempt_log.ended("resized")
-            super()._shutdown_worker_group()
-            self._worker_group = self.worker_group_cls.enter()
 
     # -- called by its parts
 
@@ -370,7 +305,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
 
     def _on_new(self) -> None:
         self._yielding.reset()
-        self._sizes.draining, self._sizes.offered = frozenset(), None
+        self._sizes.draining = frozenset()
 
     def _on_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
         self._attempt_log.started(workers)
@@ -398,7 +333,6 @@ class YieldRequest:
         attempt_log: has the size of the group.
         is_leaving: returns whether the run goes on in another submission.
         recruits: for ranks that join the next group; None if its processes are all new.
-        offer: lets the next group begin by itself once the ranks have left, if it can.
     """
 
     def __init__(
@@ -408,9 +342,7 @@ class YieldRequest:
         attempt_log: AttemptLog,
         is_leaving: Callable[[], bool],
         recruits: Recruits | None = None,
-        offer: Callable[[int], None] = lambda num_workers: None,
     ) -> None:
-        self._offer = offer
         self._settings = settings
         self._sizes = sizes
         self._attempt_log = attempt_log
@@ -490,8 +422,6 @@ class YieldRequest:
             "hand over" if hands_over else "save and exit",
             followers,
         )
-        if hands_over and self._sizes.wanted is not None:
-            self._offer(self._sizes.wanted)
         self._since = now
         self.asked_at = time.time()
         self.asked = True

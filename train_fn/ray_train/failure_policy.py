@@ -60,7 +60,6 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         current_group: returns the controller's group; None without one.
         is_running: returns whether that group trains.
         patience_s: returns how much longer its ranks may take for what they do.
-        settle_next: takes the next group for that one, if it has begun by itself.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         current_group: Callable[[], EverstepWorkerGroup | None],
         is_running: Callable[[], bool],
         patience_s: Callable[[], float] = lambda: 0.0,
-        settle_next: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(failure_config)
         self._spec = engine.job.spec
@@ -86,7 +84,6 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         self._current_group = current_group
         self._is_running = is_running
         self._patience_s = patience_s
-        self._settle_next = settle_next
         self._decision: Decision | None = None
         self._num_unjudged = 0
 
@@ -137,8 +134,6 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             self._sizes.back_off(_RELEASE_S)
             return FailureDecision.RETRY
         running = self._is_running()
-        if running:
-            self._settle_next()
         reports = self._reports(running)
         evidence = Evidence(
             attempt=self._attempt_log.attempt,

@@ -79,7 +79,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
     redactor = log.redact = process_redactor()
     log.start()
     client = ActorJournalClient(
-        rank_process.once_reported(deliver_to(job.journal)),
+        deliver_to(job.journal),
         f"rank-{rank}.a{launch.attempt:03d}",
         launch.attempt,
         interval_s=max(0.5, job.run_dir.storage.batch_s),
@@ -210,8 +210,6 @@ def _context(
         is_abandoned=rank_process.is_abandoned,
         in_process=launch.in_process,
         hands_over=journal.hands_over,
-        open_offer=rank_process.open_offer,
-        accept=rank_process.accept,
         on_replaced=lambda why: _leave_at_once(launch),
     )
 

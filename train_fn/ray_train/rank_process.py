@@ -13,15 +13,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import ray
 
-from storage.run_control import Stop
 from train_fn.errors import EndedItself
-from train_fn.journal.follower import Deliver, Reply, SourceEvent
 from train_fn.node import children
 from train_fn.node.memory import keep_memory
 from train_fn.node.network import (
@@ -34,7 +32,7 @@ from train_fn.node.secrets import process_redactor
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import take_environment
 from train_fn.step.nccl import abort_collectives, begin_attempt
-from train_fn.step.peers import Connections, close_connections, end_process_group
+from train_fn.step.peers import close_connections, end_process_group
 from train_fn.step.place_watch import asker
 
 TRAINING_THREAD = "TrainingThread"
@@ -52,9 +50,6 @@ ABORT_ENDS_S = 2.0
 """Longest wait in seconds for the abort of an earlier attempt's collectives to end."""
 
 
-COMES_S = 3.0
-"""Longest wait in seconds of a rank that goes over for one that is slow, stopped or gone."""
-
 FREED_S = 2.0
 """Longest wait in seconds for a rank to leave by itself, since its peers' connections break."""
 
@@ -62,7 +57,7 @@ FREED_S = 2.0
 class _Attempt:
     """What the actor and the training thread of one attempt share."""
 
-    def __init__(self, launch: RankLaunch, reported: threading.Event | None = None) -> None:
+    def __init__(self, launch: RankLaunch) -> None:
         self.launch = launch
         self.yield_asked = threading.Event()
         self.hands_over = False
@@ -82,10 +77,6 @@ class _Attempt:
         """Size of the state that the rank would leave on its node."""
         self.kept_step: int | None = None
         """Step whose state was left on this node before the training thread was freed."""
-        self.accepted: int | None = None
-        """Number of the offer whose attempt may begin once the training thread has ended."""
-        self.reported = reported
-        """The journal knows of the attempt. None if it was reported before it began here."""
 
     def end(self) -> None:
         """Release the call that waits for news. Raise RuntimeError if a thread of the attempt still
@@ -107,14 +98,10 @@ _attempt: _Attempt | None = None
 # -- calls of the actor
 
 
-def prepare(launch: RankLaunch, reported: threading.Event | None = None) -> None:
+def prepare(launch: RankLaunch) -> None:
     """Begin an attempt. Its environment is set before anything of the attempt reads it.
 
     Raise RuntimeError if an earlier attempt has not ended in this process.
-
-    Args:
-        launch: the attempt's parameters.
-        reported: set once the journal knows of the attempt; None if it does already.
     """
     global _attempt
     before = {} if _attempt is None else _attempt.launch.env
@@ -124,7 +111,7 @@ def prepare(launch: RankLaunch, reported: threading.Event | None = None) -> None
         gc.collect()
     else:
         threading.Thread(target=children.end_leftovers, name="end-leftovers", daemon=True).start()
-    _attempt = _Attempt(launch, reported)
+    _attempt = _Attempt(launch)
     children.begin()
     # what the task has set since stays: it is not built again
     take_environment({k: each for k, each in launch.env.items() if before.get(k) != each})
@@ -292,118 +279,9 @@ def note_state_bytes(num_bytes: int) -> None:
     _current().state_bytes = num_bytes
 
 
-def once_reported(deliver: Deliver) -> Deliver:
-    """Return ``deliver``, whose calls wait until the journal knows of this attempt: an event of its
-    ranks closes the journal for those of the attempt before it."""
-    reported = _current().reported
-    if reported is None:
-        return deliver
-
-    def wait_and_deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
-        reported.wait()
-        return deliver(source, events, stop)
-
-    return wait_and_deliver
-
-
 def _current() -> _Attempt:
     assert _attempt is not None, "a rank runs without its launch"
     return _attempt
-
-
-# ---------------------------------------------------------------- offers
-
-# An attempt that begins in this process by itself once the present one has handed over to it. All
-# processes of a group get the offer while the group before it trains. Until all go over to it, what
-# the present attempt keeps is not touched, so that it can be kept for another one.
-
-
-class NextAttempt:
-    """One such offer: open, then settled. Its attempt has begun then, or has not and never will.
-
-    Args:
-        number: no other offer of the run has it.
-        connections: to the peers of the attempt.
-    """
-
-    def __init__(self, number: int, connections: Connections) -> None:
-        self.number = number
-        self._present = _attempt
-        self.joins = _attempt is None or _attempt.training is None
-        """Whether no attempt has trained in this process, so that it waits for the others."""
-        self._connections: Connections | None = connections
-        self.has_begun = False
-        self.problem: BaseException | None = None
-        """Why the attempt has not begun here, though the ranks go over to it."""
-        self.reported = threading.Event()
-        """The journal knows of the attempt."""
-        self.left: Sequence[Any] = ()
-        """What polls find of the attempt that has handed over to it, until this one is polled."""
-        self._settled = threading.Event()
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether the attempt still may begin, as far as this process knows."""
-        return self._connections is not None and not self._settled.is_set()
-
-    def await_turn(self) -> Connections | None:
-        """Wait until the present attempt has ended here, and until it is decided whether the ranks
-        go over. Return the connections if they do, else None."""
-        connections = self.come()
-        goes = connections is not None and connections.decision.make_after(COMES_S)
-        return connections if goes else None
-
-    def come(self) -> Connections | None:
-        """Come to where the ranks go over, from the present attempt or with the first of them.
-        Return the connections. None if this rank does not come: it decides that nobody goes."""
-        present, connections = self._present, self._connections
-        if self.joins:
-            if connections is not None:
-                connections.decision.await_others()
-        else:
-            assert present is not None and present.training is not None
-            present.training.join()
-        connections, self._connections = self._connections, None
-        if connections is None:
-            return None  # the offer was withdrawn
-        if not self.joins and (present is None or present.accepted != self.number):
-            connections.decision.make(goes=False)
-            return None
-        connections.decision.come(connections.num_ranks)
-        return connections
-
-    def settle(self, *, has_begun: bool, problem: BaseException | None = None) -> None:
-        """Note whether the attempt has begun here."""
-        self.has_begun, self.problem, self._connections = has_begun, problem, None
-        self._settled.set()
-
-    def is_settled(self, within_s: float | None = 0.0) -> bool:
-        """Return whether it is settled, at the latest after ``within_s`` seconds; None waits."""
-        return self._settled.wait(within_s)
-
-    def forget(self) -> None:
-        """Close the connections of an offer over which nobody goes."""
-        self._connections = None
-
-
-_offer: NextAttempt | None = None
-
-
-def make_offer(number: int, connections: Connections) -> NextAttempt:
-    """Make the offer of that number to this process, which is connected to its peers there."""
-    global _offer
-    _offer = NextAttempt(number, connections)
-    return _offer
-
-
-def open_offer() -> int | None:
-    """Return the number of the offer that is open; None without one."""
-    return _offer.number if _offer is not None and _offer.is_open else None
-
-
-def accept(number: int | None) -> None:
-    """Accept the offer of that number: its attempt may begin once the training thread has ended."""
-    _current().accepted = number
 
 
 # ---------------------------------------------------------------- own exits

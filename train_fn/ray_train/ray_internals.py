@@ -53,7 +53,6 @@ from ray.train.v2._internal.execution.scaling_policy import (
     ScalingPolicy,
 )
 from ray.train.v2._internal.execution.worker_group import worker_group as worker_group_module
-from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
     PlacementGroupHandle,
 )
@@ -70,14 +69,6 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from everstep.supported import RAY
-
-
-def set_torch_distributed_env_vars() -> None:
-    """Set the variables that Ray sets in a rank before its group is made."""
-    from ray.train.torch.config import _set_torch_distributed_env_vars  # imports torch
-
-    _set_torch_distributed_env_vars()
-
 
 EXPECTED: dict[Callable[..., Any], str] = {
     TrainController.__init__: (
@@ -113,7 +104,6 @@ EXPECTED: dict[Callable[..., Any], str] = {
     RayTrainWorker.run_train_fn: "self, train_fn_ref",
     WorkerGroup._init_train_context: "self, workers, sync_actor",
     WorkerGroup._init_train_context_on_workers: "self, workers, sync_actor, train_context_args",
-    ReplicaGroup: "workers, resources_per_worker, callbacks",
     RayTrainWorker.poll_status: "self",
     RayTrainWorker.get_metadata: "self",
     ScalingPolicy.__init__: "self, scaling_config",

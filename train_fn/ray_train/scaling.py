@@ -124,12 +124,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._waiting_reported_at = float("-inf")
         self._checked_at = 0.0
         self._room_since: float | None = None
-        self._seen: tuple[NodeView, ...] = ()
-        """The nodes when last read beside a group that trains."""
         self.wanted: int | None = None
         """World size to change to once the ranks have exited; None if no change is wanted."""
-        self.offered: int | None = None
-        """World size of the group that begins by itself once the present one has handed over."""
         self.draining: frozenset[str] = frozenset()
         """Nodes with ranks that must exit before the nodes are removed."""
         self._leave_by: float | None = None
@@ -252,7 +248,6 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         room = self._room()
         if room is None:
             return NoopDecision()
-        self._seen = room.nodes
         self.draining = self._draining(room.nodes, worker_group_state)
         if self.draining:
             self.wanted = room.fit.num_workers
@@ -270,13 +265,6 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         elif now - self._room_since >= self._settings.growth_settle_s:
             self.wanted = room.fit.num_workers
         return NoopDecision()
-
-    def may_join(self, node_ids: Collection[str]) -> bool:
-        """Return whether the ranks on offer may still come to these nodes, as the nodes were last
-        seen, and no ranks have to go."""
-        seen = {node.node_id for node in self._seen if not (node.cordoned or node.draining)}
-        has_to_go = bool(self.draining) or (self.offered or 0) > self._most_workers()
-        return not has_to_go and seen.issuperset(node_ids)
 
     def must_have_left(self, now: float) -> bool:
         """Return whether a node with ranks is removed by ``now``, as Unix time in seconds."""
@@ -301,12 +289,10 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         """
         self.wanted = None
         self._room_since = None
-        num_then = self.offered
-        if num_then is None:
-            room = self._room()
-            if room is None:
-                return NoopDecision()
-            num_then = self.scaling_config.min_workers if room.fit.missing else room.fit.num_workers
+        room = self._room()
+        if room is None:
+            return NoopDecision()
+        num_then = self.scaling_config.min_workers if room.fit.missing else room.fit.num_workers
         if num_then > num_ranks:
             self._growth.grows(time.monotonic())
         return self._resize(num_then)

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -20,7 +20,6 @@ from train_fn.context import WorkerContext
 from train_fn.errors import AsksForPeers, BuiltByHalves, CannotBuild
 from train_fn.journal.rank_log import listen
 from train_fn.journal.server import LocalJournal
-from train_fn.node import children
 from train_fn.node.memory import look_for_oom, oom_kills, wait_for_free_memory
 from train_fn.node.network import interface_problem
 from train_fn.node.node_check import versions
@@ -40,15 +39,12 @@ from train_fn.ray_train.rank import loop_of
 from train_fn.ray_train.ray_internals import (
     RayTrainWorker,
     TrainContext,
-    WorkerStatus,
     get_train_context,
-    set_torch_distributed_env_vars,
 )
 from train_fn.recovery.hang import CollectiveCounts
 from train_fn.recovery.launch import RankJob, RankLaunch
 from train_fn.snapshots import store
 from train_fn.step.nccl import collective_counts
-from train_fn.step.peers import Connections
 from train_fn.step.place_watch import watch
 from train_fn.storage_proof import prove_ahead
 
@@ -59,13 +55,7 @@ WATCH = "watch"
 KEPT = "kept"
 """Concurrency group of the calls about the state that the process keeps. They must be answered
 while the start of a group hangs in this process, one of them while another writes the state."""
-OFFERS = "offers"
-"""Concurrency group of ``offer``, which waits for peers."""
 _LOOK_S = 0.005
-_SOON_S = 0.5
-"""Longest wait in seconds for the news that an attempt was reported, which is on its way."""
-SETTLES_S = 2.0
-"""Longest wait in seconds for a process to drop an offer over which nobody goes."""
 _TELLS_A_PLACE = (
     "get_world_rank",
     "get_world_size",
@@ -105,23 +95,6 @@ class RankReady:
     """Why ranks on the node cannot reach their peers, if this is known before they try."""
 
 
-@dataclass(frozen=True)
-class Following:
-    """What a process needs to begin an attempt by itself."""
-
-    number: int
-    """No other offer to the run's processes has it."""
-    launch: RankLaunch
-    context: dict[str, Any]
-    """Arguments of Ray's ``init_train_context``."""
-    train_fn_ref: Any
-    """Ray's reference to the training function."""
-    store: tuple[str, int]
-    """Address of the store at which the ranks meet."""
-    timeout_s: float
-    """Of the group's collectives."""
-
-
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     """Run a rank. The actor has no runtime_env, so that a forked or idle process with torch
     imported can run it.
@@ -131,29 +104,13 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     _meets_to_report = True
     _figures: NodeFigures | None = None
-    _offer: rank_process.NextAttempt | None = None
-    """The newest offer; None once an attempt was begun without it."""
-    _withdrawn = 0
-    """Number of the newest offer that was withdrawn."""
 
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it. Raise RuntimeError if something of
-        an earlier attempt, or of one that was offered, still runs here."""
-        if self._offer is not None:
-            self._offer.forget()
-            if not self._offer.is_settled(SETTLES_S):
-                raise RuntimeError("an attempt that was offered may still begin in this process")
-            self._offer = None
-        self._begin(launch)
-        return self.describe()
-
-    def _begin(self, launch: RankLaunch, reported: threading.Event | None = None) -> None:
-        rank_process.prepare(launch, reported)
+        an earlier attempt still runs here."""
+        rank_process.prepare(launch)
         watch(TrainContext, _TELLS_A_PLACE)
         self._meets_to_report = launch.meets_to_report
-
-    def describe(self) -> RankReady:
-        """Return what has to be known of a process before it gets a rank."""
         problem = interface_problem(os.environ, nccl=bool(ray.get_gpu_ids()))
         return RankReady(versions(), psutil.Process().create_time(), oom_kills(), problem)
 
@@ -178,85 +135,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         super().run_train_fn(*args, **kwargs)
         runner: Any = get_train_context().execution_context.training_thread_runner
         rank_process.report_end_of(runner._thread, runner.get_exception_queue().put)
-
-    @ray.method(concurrency_group=OFFERS)  # type: ignore[untyped-decorator]
-    def offer(self, following: Following) -> None:
-        """Connect to the peers of an attempt, and let it begin in this process as soon as the
-        present one has handed over to it. Raises if a peer does not come."""
-        if self._offer is not None:
-            self._offer.forget()
-        following.train_fn_ref.get()  # to read it a second time is faster
-        self._offer = offer = rank_process.make_offer(following.number, connect(following))
-        if following.number <= self._withdrawn:  # while it connected
-            offer.settle(has_begun=False)
-            return
-        threading.Thread(
-            target=self._follow, args=(offer, following), name="next-attempt", daemon=True
-        ).start()
-
-    def _follow(self, offer: rank_process.NextAttempt, following: Following) -> None:
-        has_begun, problem = False, None
-        try:
-            if offer.joins:
-                self._enter(offer, following)
-            connections = offer.await_turn()
-            if connections is None:
-                return
-            if not offer.joins:
-                offer.left = self._last_statuses()
-                self._enter(offer, following)
-            enter_group(connections, following)
-            self.run_train_fn(following.train_fn_ref)
-            has_begun = True
-        except Exception as exc:
-            logger.warning("attempt %d has not begun by itself: %s", following.launch.attempt, exc)
-            problem = exc
-        finally:
-            offer.settle(has_begun=has_begun, problem=problem)
-
-    def _enter(self, offer: rank_process.NextAttempt, following: Following) -> None:
-        self._begin(following.launch, offer.reported)
-        self.init_train_context(**following.context)
-
-    def _last_statuses(self) -> Sequence[Any]:
-        """Return what polls find of an attempt whose training thread has ended, first its reports
-        that nobody has taken yet. Raises the error with which it ended."""
-        runner: Any = get_train_context().execution_context.training_thread_runner
-        if (error := runner.get_error()) is not None:
-            raise error
-        statuses = [super().poll_status()]
-        while statuses[-1].running:
-            statuses.append(super().poll_status())
-        return statuses
-
-    def poll_status(self) -> Any:
-        """Return the status of the attempt that the controller takes for the present one."""
-        offer = self._offer
-        if offer is None:
-            return super().poll_status()
-        if not offer.reported.is_set():
-            if not offer.left:
-                return super().poll_status()
-            status, offer.left = offer.left[0], offer.left[1:] or offer.left
-            return status
-        if not offer.is_settled():  # this process is slower than others
-            return WorkerStatus(running=True, error=None, training_report=None)
-        if offer.problem is not None:
-            return WorkerStatus(running=False, error=offer.problem, training_report=None)
-        return super().poll_status()
-
-    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
-    def withdraw_offer(self, number: int) -> None:
-        """Forget the offer of that number, over which nobody goes. It may still be connecting."""
-        self._withdrawn = number
-        if self._offer is not None and self._offer.number == number:
-            self._offer.forget()
-
-    def note_reported(self) -> None:
-        """Note that the controller has reported the attempt to which the ranks have gone over, and
-        polls it from now on."""
-        if self._offer is not None:
-            self._offer.reported.set()
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Return, for each raylet address, whether it accepts a connection from this node."""
@@ -310,13 +188,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def watch(self) -> bool:
         """Return once a poll would find something. Return True if the rank should be polled often,
         because it has finished training and waits for its reports to be taken, or has ended."""
-        offer = self._offer
-        if offer is not None and offer.left and not offer.reported.wait(_SOON_S):
-            return True  # it has handed over
-        if offer is not None and offer.reported.is_set():
-            offer.is_settled(None)
-            if offer.problem is not None:
-                return True
         return rank_process.wait_for_news()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
@@ -362,21 +233,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Write that state as a snapshot, and let go of it. Return why that cannot be done; None if
         it was written, or if there is none."""
         return store.leave_kept_state()
-
-
-def connect(following: Following) -> Connections:
-    """Return the connections of an attempt that is to begin by itself."""
-    place = following.context["distributed_context"]
-    make: Callable[..., Connections] = children.owning(Connections)
-    return make(following.store, place.world_rank, place.world_size, following.timeout_s)
-
-
-def enter_group(connections: Connections, following: Following) -> None:
-    """Make these connections the process's group, in the environment that Ray sets for one."""
-    set_torch_distributed_env_vars()
-    host, port = following.store
-    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    connections.become_group()
 
 
 # ---------------------------------------------------------------- build ahead

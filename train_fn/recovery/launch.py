@@ -81,9 +81,6 @@ class RankLaunch:
     """Whether ranks may keep their process, and their state in it, for the next attempt."""
     num_stayed: int = 0
     """Number of ranks whose process served an earlier attempt."""
-    is_offered: bool = False
-    """Whether the processes begin the attempt by themselves, once the one before it has handed
-    over. Its ranks then report nothing until the controller has reported its start."""
 
 
 @dataclass(frozen=True)

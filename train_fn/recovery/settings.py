@@ -99,9 +99,6 @@ class RecoverySettings:
     in_process: bool = True
     """Whether survivors may keep their processes, in runs whose spec sets ``recovery.in_process``.
     Off, every attempt gets fresh processes."""
-    growth_beside: bool = True
-    """Over gloo, let a group that only grows connect beside training and begin by itself, while the
-    controller follows. It stops the others for half as long."""
     no_progress_limit: int = 20
     """System failures in a row without a new step after which the run fails."""
     backoff_max_s: float = 30.0

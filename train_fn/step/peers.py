@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.errors import BadTask, StepNotWhole
@@ -247,104 +245,6 @@ def end_process_group() -> bool:
     close_connections()
     dist.destroy_process_group()
     return True
-
-
-CONNECTED_S = 10.0
-"""Longest wait in seconds until the ranks of a group that is to begin by itself are connected."""
-_LOOK_S = 0.002
-_A_STEP = timedelta(days=10)
-"""Longest wait of a rank that joins until the others come to the agreed step."""
-
-
-class GoingOver:
-    """The decision whether the ranks of a group that is to begin by itself go over to it.
-
-    It is made once, in the store at which they meet: they go once every rank has come to the door.
-    A rank that cannot come, one that has waited in vain, and the controller may decide that nobody
-    goes. The first word counts for all of them, so that nobody can be of another opinion.
-    """
-
-    _KEY, _GO, _STAY = "everstep/decision", "go", "stay"
-    _DOOR, _COME = "everstep/door", "everstep/come"
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def make(self, *, goes: bool) -> bool:
-        """Decide, unless somebody has. Return whether the ranks go over."""
-        word = self._GO if goes else self._STAY
-        found: bytes = self._store.compare_set(self._KEY, "", word)
-        self._store.set(self._DOOR, "")  # nobody waits there any more
-        return found == self._GO.encode()
-
-    def make_after(self, within_s: float) -> bool:
-        """Return it once it is made. If that takes longer, the ranks do not go over any more."""
-        deadline = time.monotonic() + within_s
-        while not self._store.check([self._KEY]) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-        return self.make(goes=False)
-
-    def await_others(self) -> None:
-        """Wait until a rank comes to the door, or nobody will. Raises once the store is closed."""
-        self._store.wait([self._DOOR], _A_STEP)
-
-    def come(self, num_ranks: int) -> None:
-        """Come to the door as one of so many ranks, once. The last one lets all go over."""
-        self._store.set(self._DOOR, "")
-        if self._store.add(self._COME, 1) == num_ranks:
-            self.make(goes=True)
-
-
-class Connections:
-    """Gloo's connections of one rank to its peers, made beside another group of this process."""
-
-    def __init__(
-        self, address: tuple[str, int], rank: int, world_size: int, timeout_s: float
-    ) -> None:
-        """Connect to all peers, which do the same. Raises if one does not come.
-
-        Args:
-            address: of the store at which they meet.
-            timeout_s: of this, and of the group's collectives.
-        """
-        self._place, self._timeout = (rank, world_size), timedelta(seconds=timeout_s)
-        self.num_ranks = world_size
-        soon = timedelta(seconds=min(timeout_s, CONNECTED_S))
-        self._store = TCPStore(*address, is_master=False, timeout=soon)
-        connected = PrefixStore("connections/", self._store)
-        self._backend = dist.ProcessGroupGloo(connected, *self._place, timeout=soon)
-        self._store.set_timeout(self._timeout)
-        self._backend._set_default_timeout(self._timeout)
-        self.decision = GoingOver(self._store)
-
-    def become_group(self) -> None:
-        """Make this the process's group of all ranks. It needs no message for that."""
-        made: Any = self._backend
-        original = dist.distributed_c10d.ProcessGroupGloo
-
-        class OfGloo(type):
-            def __call__(cls, *arguments: Any, **named: Any) -> Any:
-                return made
-
-            def __instancecheck__(cls, value: object) -> bool:
-                return isinstance(value, original)
-
-        class Made(metaclass=OfGloo):
-            """Stands for gloo's class while torch makes the group."""
-
-        distributed: Any = dist.distributed_c10d
-        distributed.ProcessGroupGloo = Made
-        rank, world_size = self._place
-        try:
-            dist.init_process_group(
-                "gloo",
-                store=self._store,
-                rank=rank,
-                world_size=world_size,
-                timeout=self._timeout,
-            )
-        finally:
-            distributed.ProcessGroupGloo = original
 
 
 _left: list[dist.ProcessGroup] = []

@@ -6,12 +6,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.group.end import SurvivingProcess, Survivors, end_processes
+from train_fn.ray_train.group.end import SurvivingProcess, Survivors
 from train_fn.ray_train.group.left_states import LeftStates, may_lie_elsewhere
 from train_fn.ray_train.group.node_checks import LinkChecks, PreflightChecks
 from train_fn.ray_train.group.placement import Placement
@@ -89,61 +88,13 @@ class GroupFactory:
         self._starts = StayedStarts()
         self.last: EverstepWorkerGroup | None = None
         """The newest group, even if its start failed."""
-        self.offered: EverstepWorkerGroup | None = None
-        """The group that begins by itself once the present one has handed over."""
-        self._present: EverstepWorkerGroup | None = None
-
-    @contextmanager
-    def offering(self, present: EverstepWorkerGroup) -> Iterator[None]:
-        """Let ``create`` only offer the next group inside, which goes on in the processes of the
-        ``present`` one and in those that are ready to join."""
-        self._present = present
-        try:
-            yield
-        finally:
-            self._present = None
-
-    def next_has_begun(self, *, all_have_left: bool) -> bool:
-        """Return whether the next group has begun by itself. If not, it does not begin any more.
-
-        Args:
-            all_have_left: whether the ranks of the present group have handed over. They may be on
-                their way then, and are waited for.
-        """
-        within_s = self._starts.limit_s if all_have_left else 0.0
-        if self.offered is not None and not self.offered.has_begun(within_s):
-            self.offered = None
-        return self.offered is not None
-
-    def enter(self) -> EverstepWorkerGroup:
-        """Return the group that has begun by itself, and report its start."""
-        group, self.offered = self.offered, None
-        assert group is not None
-        unused = [one for one in self.survivors.take() if not group.is_of(one.actor)]
-        end_processes([one.actor for one in unused], self._engine.settings.hold_s)
-        self._attempt_log.next_attempt()
-        self._on_new()
-        self.last = group
-        group.enter()
-        return group
-
-    def _offer(self, present: EverstepWorkerGroup, **kwargs: Any) -> EverstepWorkerGroup:
-        survivors = [*present.as_survivors(), *self.survivors.take()]
-        launch = self._launch(self._attempt_log.next_number, is_offered=True)
-        self.offered = group = self._new_group(launch, survivors, **kwargs)
-        group.offer()
-        return group
 
     def create(self, **kwargs: Any) -> EverstepWorkerGroup:
-        """Create and start the next attempt's group, or enter the one that has begun by itself.
+        """Create and start the next attempt's group.
 
         If it cannot start in the processes of earlier ranks, these are ended, and fresh ones take
         over. That counts as no failure, unless a node is gone or was found unfit.
         """
-        if self._present is not None:
-            return self._offer(self._present, **kwargs)
-        if self.offered is not None:
-            return self.enter()
         survivors = self.survivors.take()
         if survivors:
             began = time.monotonic()
@@ -171,19 +122,18 @@ class GroupFactory:
         self.last._start()
         return self.last
 
-    def _launch(self, attempt: int, *, is_offered: bool = False) -> RankLaunch:
+    def _launch(self, attempt: int) -> RankLaunch:
         return RankLaunch(
             attempt,
             time.time(),
             dict(self._engine.rank_env),
-            None if is_offered else self._attempt_log.recovery,  # it has been reported
+            self._attempt_log.recovery,
             last_step=(
                 self._attempt_log.last_step(()) if self._engine.job.spec.runs_script else None
             ),
             silent_peer_s=self._engine.settings.silent_peer_s,
             meets_to_report=self._engine.job.spec.runs_own_function,
             in_process=self.in_process,
-            is_offered=is_offered,
         )
 
     def _new_group(

@@ -169,14 +169,8 @@ class PreflightChecks:
         self._known = set(known)
         self._exclude = exclude
 
-    def run(
-        self, actors: Sequence[Any], metas: Sequence[Any], *, beside: bool = False
-    ) -> tuple[RankReport, ...]:
+    def run(self, actors: Sequence[Any], metas: Sequence[Any]) -> tuple[RankReport, ...]:
         """Check a starting group's nodes. Return a report on the first rank of each unfit node.
-
-        Args:
-            beside: whether some of its ranks train meanwhile, which slows them. Speeds are then
-                compared at the next start.
 
         Raise WorkerGroupStartupFailedError if no bytes pass between two nodes, or if a process does
         not answer.
@@ -191,7 +185,7 @@ class PreflightChecks:
             [actor.check_node.remote(n) for n, actor in enumerate(chosen)], self._settings
         )
         ips = [metas[firsts[node_id]].node_ip for node_id in node_ids]
-        if not beside and len(set(ips)) == len(ips) > 1:
+        if len(set(ips)) == len(ips) > 1:
             self._time_links(chosen, dict(zip(node_ids, ips, strict=True)), found)
             problems = unfit(found)
         else:
@@ -203,8 +197,7 @@ class PreflightChecks:
             problems or "none",
         )
         out = {node_ids[number]: found_problems for number, found_problems in problems.items()}
-        if not beside:
-            self._known |= firsts.keys() - out.keys()
+        self._known |= firsts.keys() - out.keys()
         self._exclude(list(out))
         return tuple(
             _report(firsts[node_id], metas[firsts[node_id]], found_problems)

@@ -32,7 +32,7 @@ from train_fn.ray_train.ray_internals import (
     worker_group_module,
 )
 from train_fn.ray_train.scaling import ReadNodes
-from train_fn.ray_train.worker_actor import KEPT, OFFERS, WATCH, EverstepTrainWorker, RankReady
+from train_fn.ray_train.worker_actor import KEPT, WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
@@ -121,11 +121,6 @@ class RankActors:
             strategy=context.placement_strategy,
         )
         used = _on(chosen or {}, self._survivors)
-        trains = [one for one in self._survivors if one.step != NO_STATE]
-        if self.launch.is_offered and (
-            len(used) < context.num_workers or any(one not in used for one in trains)
-        ):
-            return False  # a process is missing that does not come in time, or would be ended
         self._end_all_but(used, chosen or {})
         bundles = (
             self._placement.reserve(
@@ -154,10 +149,7 @@ class RankActors:
             num_nodes=len({bundle.node_id for bundle in self._bundles}),
             num_stayed=sum(one.step != NO_STATE for one in self._survivors),
         )
-        readiness = [
-            actor.describe.remote() if launch.is_offered else actor.prepare.remote(launch)
-            for actor in actors
-        ]
+        readiness = [actor.prepare.remote(launch) for actor in actors]
         metadata = [actor.get_metadata.remote() for actor in actors]
         from_before = [
             ref
@@ -222,20 +214,6 @@ class RankActors:
             # what its successor waits for.
             end_stopped(self._processes)
             self._placement.release()
-
-    def recruits(self) -> list[SurvivingProcess]:
-        """Return the processes that have served no attempt yet."""
-        return [one for one in self._survivors if one.step == NO_STATE]
-
-    def release_recruits(self, living: Collection[Any]) -> list[SurvivingProcess]:
-        """Let go of all processes. Return those that have served no attempt yet, for another one,
-        and end those of them that are not among the ``living``."""
-        recruits = self.recruits()
-        self._actors, self._survivors = [], []
-        for one in recruits:
-            if one.actor not in living:
-                ray.kill(one.actor)
-        return [one for one in recruits if one.actor in living]
 
     def _end(self, actors: Sequence[Any]) -> None:
         """End processes. Ranks that may keep their state in their process first write it."""
@@ -305,8 +283,7 @@ class RankActors:
         try:
             check_reach(self._actors, metas, self._nodes, self._settings, self._exclude)
             self._links.run(self._actors, metas)
-            beside = self.launch.is_offered
-            unfit = self._preflight.run(self._actors, metas, beside=beside)
+            unfit = self._preflight.run(self._actors, metas)
         except LinksBroken as exc:
             self.reports = link_reports(exc, metas)
             self.is_refused = True
@@ -326,9 +303,7 @@ class RankActors:
 def new_actors(bundles: Sequence[Bundle], per_worker: Mapping[str, float]) -> list[Any]:
     """Create an actor in each bundle, without a runtime_env, so that an idle process can run it."""
     options = worker_group_module.bundle_to_remote_args(dict(per_worker))
-    actor_class = ray.remote(concurrency_groups={WATCH: 1, KEPT: 2, OFFERS: 1}, **options)(
-        EverstepTrainWorker
-    )
+    actor_class = ray.remote(concurrency_groups={WATCH: 1, KEPT: 2}, **options)(EverstepTrainWorker)
     return [
         actor_class.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(

@@ -9,50 +9,41 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from datetime import timedelta
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
-from torch._C._distributed_c10d import TCPStore
 
-from train_fn.node.network import store_at
 from train_fn.ray_train.group.end import (
-    NO_STATE,
     GroupShutdown,
-    SurvivingProcess,
     Survivors,
     kept_steps_of,
     reports_after_failed_start,
     reports_of_slow_start,
     with_unheard,
 )
-from train_fn.ray_train.group.node_checks import end_stopped, prepared
+from train_fn.ray_train.group.node_checks import end_stopped
 from train_fn.ray_train.group.patience import HungRanks, PollPatience, StartLimit, watched_start
-from train_fn.ray_train.group.placement import NoBarrier, Reservation, end_barrier, no_barrier
+from train_fn.ray_train.group.placement import Reservation, end_barrier, no_barrier
 from train_fn.ray_train.group.rank_actors import RankActors
 from train_fn.ray_train.ray_internals import (
     BackendSetupCallback,
-    ReplicaGroup,
     WorkerGroup,
     WorkerGroupPollStatus,
-    WorkerGroupStartupFailedError,
     WorkerGroupStateBuilder,
     WorkerStatus,
     invoke_context_managers,
 )
 from train_fn.ray_train.scaling import ReadNodes
-from train_fn.ray_train.worker_actor import SETTLES_S, EverstepTrainWorker, Following
+from train_fn.ray_train.worker_actor import EverstepTrainWorker
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.staying import SOON_WRITTEN_BYTES, first_of_each_node
 from train_fn.step.nccl import group_backend, is_known_to_fail
-from train_fn.step.peers import CONNECTED_S, GoingOver
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +97,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._hung = HungRanks(settings.health_timeout_s)
         self._ranked: list[Any] = []
         """The workers by rank, once ranks are assigned."""
-        self._store: TCPStore | None = None
-        """Where the ranks of a group meet that begins by itself."""
-        self.number = next(_numbers)
-        """No other group of the controller has it."""
-        self._asked: list[Any] = []
-        """What the processes were asked last that are to join."""
-        self._asked_at = 0.0
         self._worker_group_start_timeout_s = settings.placement_s
         self._worker_health_check_timeout_s = settings.health_timeout_s
 
@@ -185,132 +169,10 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             world_size,
             replica_group_size,
         )
-        if not self._actors.launch.is_offered:
-            self._on_created(self, self._ranked)
+        self._on_created(self, self._ranked)
         if self.num_stayed and self._start_limit is not None:
             self._start_limit.within(self._stayed_start_s)
         return self._ranked
-
-    # -- a group that begins by itself
-
-    def offer(self) -> None:
-        """Let the processes begin this attempt by themselves, once the group that trains in them
-        has handed over. Nothing that they keep is touched before that.
-
-        Raise WorkerGroupStartupFailedError if they cannot.
-        """
-        context = self._worker_group_context
-        if not self._reserve(self._worker_group_start_timeout_s):
-            raise WorkerGroupStartupFailedError("there is no process for each of its ranks")
-        self._create_workers(context.num_workers, None, context.resources_per_worker)
-        self._store = store_at(
-            ray.util.get_node_ip_address(), timedelta(seconds=self._settings.collective_timeout_s)
-        )
-        self._init_train_context(self._ranked, NoBarrier())
-
-    def _init_train_context_on_workers(
-        self, workers: list[Any], sync_actor: Any, train_context_args: dict[str, list[Any]]
-    ) -> None:
-        if self._store is None:
-            super()._init_train_context_on_workers(workers, sync_actor, train_context_args)
-            return
-        context = {
-            "train_run_context": self._train_run_context,
-            "synchronization_actor": sync_actor,
-            "storage_context": self._storage_context,
-            "worker_callbacks": self._worker_callbacks_to_propagate,
-            "controller_actor": ray.get_runtime_context().current_actor,
-        }
-        offers = [
-            Following(
-                self.number,
-                self._actors.launch,
-                context
-                | {"distributed_context": worker.distributed_context}
-                | {name: values[rank] for name, values in train_context_args.items()},
-                self._worker_group_context.train_fn_ref,
-                (self._store.host, self._store.port),
-                self._settings.collective_timeout_s,
-            )
-            for rank, worker in enumerate(workers)
-        ]
-        calls = zip(workers, offers, strict=True)
-        prepared(
-            [worker.actor.offer.remote(offer) for worker, offer in calls],
-            self._settings,
-            CONNECTED_S,
-        )
-
-    def joining_answer(self) -> bool:
-        """Return whether the processes that are to join live, and have answered lately. Asks them
-        again. Called all the time while the group may begin by itself: nobody else watches them."""
-        now, asked = time.monotonic(), self._asked
-        answered, late = ray.wait(asked, num_returns=len(asked), timeout=0) if asked else ([], [])
-        if late:
-            return now - self._asked_at < SILENT_S
-        try:
-            ray.get(answered)
-        except RayError:
-            return False
-        recruits = self._actors.recruits()
-        self._asked_at, self._asked = now, [one.actor.kept_state.remote() for one in recruits]
-        return True
-
-    def joining_nodes(self) -> list[str]:
-        """Return the ids of the nodes of these processes."""
-        return [one.bundle.node_id for one in self._actors.recruits()]
-
-    def has_begun(self, within_s: float) -> bool:
-        """Return whether the ranks have gone over to this group. If they do not within so many
-        seconds, they do not any more, and the processes that were to join can join another one.
-
-        They need not have begun all: one may be slow, or be dead by now.
-        """
-        if self._store is not None and GoingOver(self._store).make_after(within_s):
-            return True
-        for worker in self._ranked:
-            worker.actor.withdraw_offer.remote(self.number)
-        joining = [one.actor for one in self._actors.recruits()]
-        asked = {actor.withdraw_offer.remote(self.number): actor for actor in joining}
-        refs = list(asked)
-        answered = ray.wait(refs, num_returns=len(refs), timeout=SETTLES_S)[0] if refs else []
-        living = []
-        for ref in answered:
-            with suppress(RayError):  # that process is gone
-                ray.get(ref)
-                living.append(asked[ref])
-        self._asked, self._store = [], None
-        self._survivors.hold(self._actors.release_recruits(living))
-        return False
-
-    def enter(self) -> None:
-        """Take over from the group that has handed over to this one, whose ranks train by now. They
-        report nothing before this."""
-        builder = WorkerGroupStateBuilder()
-        builder.with_placement_group_handle(Reservation(self._reserve))
-        builder.with_sync_actor(NoBarrier()).with_workers(self._ranked)
-        per_worker = self._worker_group_context.resources_per_worker
-        with invoke_context_managers([each.on_worker_group_start for each in self._callbacks]):
-            for callback in self._callbacks:
-                callback.before_worker_group_start(self._worker_group_context)
-            self._replica_groups = [
-                ReplicaGroup([worker], per_worker, self._replica_group_callbacks)
-                for worker in self._ranked
-            ]
-            self._worker_rank_to_replica_group_rank = {
-                rank: rank for rank in range(len(self._ranked))
-            }
-            self._worker_group_state = builder.build()
-            self._on_created(self, self._ranked)
-            for worker in self._ranked:
-                worker.actor.note_reported.remote()
-            number = self._actors.launch.attempt
-            logger.info("attempt %d of %d ranks has begun by itself", number, len(self._ranked))
-            for callback in self._callbacks:
-                if not isinstance(callback, BackendSetupCallback):
-                    callback.after_worker_group_start(self)
-        for callback in self._callbacks:
-            callback.after_worker_group_training_start(self)
 
     # -- while it runs
 
@@ -421,10 +283,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         most_bytes = SOON_WRITTEN_BYTES if len(staying) > 1 else inf
         self.keep(staying, insured, most_bytes)
 
-    def keep_for_next(self) -> None:
-        """Let all processes go on in the attempt that they have begun."""
-        self._keep = dict.fromkeys(range(len(self.get_workers())), NO_STATE)
-
     def wait_for_survivors(self, patience_s: Callable[[], float]) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.
         Return a report on each rank.
@@ -455,17 +313,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         on_gpus = bool(self._worker_group_context.resources_per_worker.get("GPU"))
         backend = group_backend(torch.device("cuda" if on_gpus else "cpu"))
         return not is_known_to_fail(backend)
-
-    def as_survivors(self) -> list[SurvivingProcess]:
-        """Return the processes of this group, which may serve the next attempt."""
-        return [
-            self._actors.as_survivor(worker.actor, worker.metadata.pid, 0)
-            for worker in self.get_workers()
-        ]
-
-    def is_of(self, actor: Any) -> bool:
-        """Return whether the actor is that of one of the ranks."""
-        return any(worker.actor == actor for worker in self._ranked)
 
     def shutdown(self) -> None:
         """End the group at once, except for processes that serve the next attempt. Its ranks have

@@ -92,22 +92,16 @@ def test_ranks_that_left_for_a_group_are_waited_for_when_the_driver_dies(
 
 
 @pytest.mark.parametrize(
-    ("state", "asked", "is_open", "has_begun", "kept"),
+    ("state", "asked", "is_open", "keeps"),
     [
-        (SCHEDULING, True, True, False, "states"),  # the driver has died since they were asked
-        (ShuttingDownState(next_state=RUNNING), True, True, False, "states"),
-        (ShuttingDownState(next_state=RUNNING), False, True, False, None),  # they have saved
-        (SCHEDULING, True, False, False, None),  # kept when its failure was judged
-        (SCHEDULING, True, True, True, "processes"),
+        (SCHEDULING, True, True, True),  # the driver has died since they were asked
+        (ShuttingDownState(next_state=RUNNING), True, True, True),
+        (ShuttingDownState(next_state=RUNNING), False, True, False),  # they have saved
+        (SCHEDULING, True, False, False),  # kept when its failure was judged
     ],
 )
 def test_what_ranks_have_handed_over_is_kept_when_the_driver_dies(
-    state: Any,
-    asked: bool,
-    is_open: bool,
-    has_begun: bool,
-    kept: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    state: Any, asked: bool, is_open: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
     controller: Any = object.__new__(EverstepController)
@@ -120,13 +114,9 @@ def test_what_ranks_have_handed_over_is_kept_when_the_driver_dies(
         in_process=True, survivors=SimpleNamespace(end=lambda: None)
     )
     controller._worker_group = SimpleNamespace(
-        keep_for_next=lambda: found.append("processes"),
         keep_all=lambda apart_from: found.append("states"),
         shutdown=lambda: None,
     )
     monkeypatch.setattr(EverstepController, "get_state", lambda self: state)
-    monkeypatch.setattr(
-        EverstepController, "_next_has_begun", lambda self, all_have_left: has_begun
-    )
     EverstepController._shutdown_worker_group(controller)
-    assert found == ([] if kept is None else [kept])
+    assert found == ["states"] * keeps

@@ -39,8 +39,6 @@ class Factory:
             _attempt_log=SimpleNamespace(fell_back=self.fell_back.append),
             _falls_back=lambda exc: GroupFactory._falls_back(self.factory, exc),
             last=SimpleNamespace(start_reports=reports, is_refused=is_refused),
-            offered=None,
-            _present=None,
         )
 
     def _start(self, survivors: list[Any], **kwargs: Any) -> str:
@@ -98,42 +96,3 @@ def test_the_limit_of_a_start_is_learned() -> None:
     for _ in range(10):
         starts.note(0.2)
     assert starts.limit_s == StayedStarts.LEAST_S, "one slow start does not count forever"
-
-
-@pytest.mark.parametrize(
-    ("all_have_left", "goes_after_s", "enters"),
-    [
-        (True, 1.0, True),  # it is waited for ranks that are on their way
-        (True, None, False),
-        (False, 1.0, False),
-        (False, 0.0, True),  # one had begun when another one failed
-    ],
-)
-def test_a_group_that_has_begun_is_entered_and_any_other_is_forgotten(
-    all_have_left: bool, goes_after_s: float | None, enters: bool
-) -> None:
-    def has_begun(within_s: float) -> bool:
-        return goes_after_s is not None and goes_after_s <= within_s
-
-    made = Factory(None)
-    made.factory.offered = group = SimpleNamespace(has_begun=has_begun)
-    found = GroupFactory.next_has_begun(made.factory, all_have_left=all_have_left)
-    assert found is enters
-    assert made.factory.offered is (group if enters else None)
-    made.factory.enter = lambda: "entered"
-    assert made.create() == ("entered" if enters else "group 1")
-
-
-def test_an_offered_attempt_reports_no_recovery() -> None:
-    """The present attempt has reported that of the failure before it."""
-    made: Any = SimpleNamespace(
-        _engine=SimpleNamespace(
-            rank_env={},
-            job=SimpleNamespace(spec=SimpleNamespace(runs_script=False, runs_own_function=False)),
-            settings=SimpleNamespace(silent_peer_s=1.0),
-        ),
-        _attempt_log=SimpleNamespace(recovery="a note"),
-        in_process=True,
-    )
-    recoveries = [GroupFactory._launch(made, 3, is_offered=each).recovery for each in (True, False)]
-    assert recoveries == [None, "a note"]

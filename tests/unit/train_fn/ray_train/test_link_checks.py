@@ -17,7 +17,6 @@ from train_fn.ray_train.group.node_checks import (
     MOST_NODES,
     LinkChecks,
     LinksBroken,
-    PreflightChecks,
     link_reports,
 )
 from train_fn.recovery.evidence import RankReport, describe_error
@@ -149,21 +148,3 @@ def test_addresses_that_a_rank_did_not_hear_become_nodes() -> None:
     ips = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3", "d": "10.0.0.3"}
     heard = with_unheard(reports, ips)
     assert [report.unheard for report in heard] == [("b",), ()], "c and d share an address"
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_speeds_are_compared_only_while_no_rank_trains(
-    beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training slows the nodes of those that train, which would then lose their ranks."""
-    excluded: list[str] = []
-    checks = PreflightChecks(RecoverySettings(), {"a"}, excluded.extend)
-    monkeypatch.setattr(node_checks, "prepared", lambda calls, settings: list(calls))
-    monkeypatch.setattr(node_checks, "unfit", lambda found: {0: ["slow"]})
-    monkeypatch.setattr(node_checks, "wrong", lambda found: {})
-    monkeypatch.setattr(PreflightChecks, "_time_links", lambda *_: None)
-    actor: Any = SimpleNamespace(check_node=SimpleNamespace(remote=lambda n: n))
-    metas = [SimpleNamespace(node_id=each, node_ip=each, pid=1) for each in "ab"]
-    unfit = [report.node_id for report in checks.run([actor, actor], metas, beside=beside)]
-    assert unfit == excluded == ([] if beside else ["a"])
-    assert bool(checks.run([actor, actor], metas)) is beside, "the next start compares them"

@@ -103,29 +103,6 @@ def test_a_restart_for_another_reason_leaves_the_cordoned_node(journal: Journal)
     assert policy.make_decision_for_non_running_worker_group().num_workers == 1
 
 
-@pytest.mark.parametrize(
-    ("node", "facts", "may"),
-    [
-        ("a", {}, True),
-        ("a", {"cordoned": True}, True),  # a cordon moves nobody who is there
-        ("c", {"cordoned": True}, False),
-        ("c", {"draining": True}, False),
-        ("a", {"draining": True}, False),  # its rank has to go first
-        ("c", {"reachable": False}, True),  # its process is asked itself
-    ],
-)
-def test_ranks_join_only_nodes_that_are_still_open(
-    node: str, facts: dict[str, bool], may: bool, journal: Journal
-) -> None:
-    cluster = Cluster.of("abc", ranks="ab")
-    policy = policy_on(cluster, (1, 3), journal)
-    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
-    assert policy.may_join(["c"]) and not policy.may_join(["d"])
-    cluster.mark(node, **facts)
-    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
-    assert policy.may_join(["c"]) is may
-
-
 def test_a_group_does_not_grow_onto_a_node_that_is_closed_before_its_rank_is_ready(
     journal: Journal,
 ) -> None:
