@@ -65,7 +65,7 @@ copy_service() {
 }
 
 copy_run() {
-    local missing deadline=$((SECONDS + 30))
+    local missing deadline=$((SECONDS + 60))
     [ -d "$storage/$1" ] || return 0
     while :; do
         listed "$1/events" -type f | pack_listed | unpack
