@@ -17,13 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSES = ("everstep", "storage", "service", "train_fn")
 
-MAX_FILES = 430
+MAX_FILES = 426
 MAX_LINES = {
-    "everstep": 16_367,
-    "storage": 5_744,
-    "service": 29_966,
-    "train_fn": 50_008,
-    "tests": 99_829,
+    "everstep": 16_360,
+    "storage": 5_751,
+    "service": 29_770,
+    "train_fn": 49_700,
+    "tests": 99_900,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
