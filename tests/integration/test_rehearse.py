@@ -484,7 +484,6 @@ def on_train_batch_end(self, trainer, module, *facts):
     commit(self, trainer, module, *facts)
     del module.on_train_batch_end
 adapter.Protect.on_train_batch_end = on_train_batch_end
-adapter.Protect._call_hook_first = lambda self, module: None
 """
 TWO_PLACES = """
 from train_fn.protect.adapters import lightning as adapter

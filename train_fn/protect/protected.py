@@ -228,6 +228,8 @@ class Protected:
         is_known = self._state.data is data and self._total_steps == total_steps
         self._state.attach(data, training.peers)
         self._total_steps, self._share = total_steps, None
+        if self._state.is_closing and self._held is None:
+            self._close_epoch(training)  # the state was left before that, by an older Everstep
         if not is_known:
             report_training(training.session, self._state, total_steps)
 
