@@ -22,8 +22,8 @@ MAX_LINES = {
     "everstep": 16_360,
     "storage": 5_751,
     "service": 29_770,
-    "train_fn": 49_700,
-    "tests": 99_900,
+    "train_fn": 49_780,
+    "tests": 99_960,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -241,6 +242,56 @@ def check_moves(task: Task, loss_sum: torch.Tensor) -> None:
             "Look for .detach(), .item(), "
             "torch.no_grad() or numpy on the way from the model's output"
         )
+
+
+@checked(Moment.FIRST_PASS, cost="three passes of the first micro-batch, once a run")
+def check_sum(task: Task, step_module: nn.Module, batch: Any, num_samples: int) -> None:
+    """Raise BadTask if ``loss`` returns a mean where it must return a sum: for a batch the mean of
+    what it returns for its two halves. A batch that cannot be cut, or a model that makes no such
+    pass in eval mode, is let be. What the passes change is put back by the caller.
+
+    Args:
+        step_module: (loss, weight) of a batch.
+        batch: of ``num_samples`` samples, along the first dimension of its tensors.
+    """
+    half = num_samples // 2
+    modes = [(module, module.training) for module in step_module.modules()]
+    try:
+        step_module.eval()
+        with torch.no_grad():
+            (whole, weight), *halves = (
+                map(float, step_module(_cut(batch, num_samples, first, last)))
+                for first, last in ((0, 2 * half), (0, half), (half, 2 * half))
+            )
+        (one, its_weight), (other, others_weight) = halves
+    except Exception:  # the step itself will say it
+        return
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    total = its_weight + others_weight
+    if not (0 < total < math.inf and math.isclose(weight, total)):
+        return
+    is_mean = math.isclose(whole, (one * its_weight + other * others_weight) / total, rel_tol=1e-4)
+    if is_mean and not math.isclose(whole, one + other, rel_tol=0.1):
+        raise BadTask(
+            f"{where(task, LOSS)} returns the mean of a batch: {whole:.4g} for {2 * half} samples, "
+            f"{one:.4g} and {other:.4g} for its halves. The gradient would be too small by the "
+            "batch's weight. Return the sum and its weight, for example `return "
+            'cross_entropy(output, target, reduction="sum"), len(target)`'
+        )
+
+
+def _cut(value: Any, num_samples: int, first: int, last: int) -> Any:
+    """Return the samples from ``first`` to ``last`` of a batch. Raises ValueError if that is not
+    known."""
+    if isinstance(value, torch.Tensor) and value.dim() and len(value) == num_samples:
+        return value[first:last]
+    if isinstance(value, dict):
+        return {name: _cut(each, num_samples, first, last) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_cut(each, num_samples, first, last) for each in value)
+    raise ValueError(f"a {_kind(value)} is not a batch of {num_samples} samples")
 
 
 @checked(Moment.FIRST_PASS, cost="none")

@@ -15,7 +15,7 @@ from train_fn.checks.attributes import owners_of, warn_of_unsaved
 from train_fn.checks.check import Moment
 from train_fn.checks.fits import check_small_batch, smallest_micro_batch, trains_batch_norm
 from train_fn.checks.order import met_by_all
-from train_fn.checks.returns import check_gradients, check_moves, uses_nothing
+from train_fn.checks.returns import check_gradients, check_moves, check_sum, uses_nothing
 from train_fn.checks.trained import GradientWatch, require_samples_kept
 from train_fn.elastic.exchange import TreeLateChanges, TreeValues
 from train_fn.errors import StateNotWhole
@@ -197,22 +197,27 @@ def _backward(replica: Replica, loss_sum: torch.Tensor, weight: Sum) -> tuple[fl
     return replica.sums.take().weight, replica.peers.world_size
 
 
-def try_smallest(replica: Replica) -> None:
-    """Refuse a micro-batch that is too small for the model's BatchNorm, and put back what trying it
-    changed. Raises BadTask."""
+def try_pieces(replica: Replica, batch: Any, num_samples: int) -> None:
+    """Refuse a loss that returns a mean, and a micro-batch that is too small for the model's
+    BatchNorm, and put back what trying it changed. Raises BadTask.
+
+    Args:
+        batch: the first micro-batch, of ``num_samples`` samples.
+    """
     model = replica.state.model
     micro = (
         smallest_micro_batch(replica.sampler, replica.total_steps)
         if trains_batch_norm(model)
         else None
     )
-    if micro is None:
-        return
     before = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
     attributes = PlainAttributes(owners_of(replica.task, model))
     replica.seed(0, 0)
-    batch = replica.load(micro).batch
-    check_small_batch(replica.task, replica.sampler, micro, replica.step_module, batch)
+    if replica.shards is None and not replica.exchanges_in_forward:
+        check_sum(replica.task, replica.step_module, batch, num_samples)
+    if micro is not None:
+        smallest = replica.load(micro).batch
+        check_small_batch(replica.task, replica.sampler, micro, replica.step_module, smallest)
     before.put_back()
     attributes.put_back()
     replica.task_state.load(replica.state.task)

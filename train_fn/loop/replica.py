@@ -34,7 +34,7 @@ from train_fn.context import WorkerContext
 from train_fn.elastic.exchange import Exchange
 from train_fn.errors import BadTask
 from train_fn.loop.build import Parts, build_parts, exchanges_in_forward, optimizer_source
-from train_fn.loop.first_pass import run_first_pass, try_smallest
+from train_fn.loop.first_pass import run_first_pass, try_pieces
 from train_fn.loop.own_step import OwnUpdates, own_updates
 from train_fn.loop.sharded import read_past_a_call
 from train_fn.node.device import kernels
@@ -324,7 +324,7 @@ class Replica:
                 if self.shards is None and self.parts.flops_per_sample is None:
                     flops = counted_flops(self.task, self.state.model, batch, len(first))
                     self.parts.flops_per_sample = flops
-                try_smallest(self)
+                try_pieces(self, batch, len(first))
                 self.parts.is_tried = True
         self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)
         if self.exchange is not None:
