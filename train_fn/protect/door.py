@@ -90,7 +90,17 @@ def loader(
                 "es.loader(DataLoader) takes no other argument: batches are those of the "
                 "DataLoader. Or pass loader.dataset with a global_batch_size"
             )
+        if getattr(dataset, "num_workers", 0) > 1 and not getattr(dataset, "in_order", True):
+            raise BadTask(
+                "es.loader: DataLoader(in_order=False) yields batches as its processes finish "
+                "them, so no restart could go on in the same order. Leave in_order out"
+            )
         return FollowedLoader(dataset)
+    if global_batch_size is None and not hasattr(dataset, "__getitem__"):
+        raise BadTask(
+            f"es.loader was given a {type(dataset).__name__}, which is no DataLoader. Pass the "
+            "DataLoader itself, before Fabric or others wrap it"
+        )
     if global_batch_size is None:
         raise BadTask("es.loader(global_batch_size=…) is missing; pass the samples of a step")
     return Batches(dataset, global_batch_size, collate, seed, drop_last, num_workers)

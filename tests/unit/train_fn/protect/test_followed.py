@@ -647,3 +647,24 @@ def test_a_limited_loader_ends_its_epochs_early_and_goes_on_at_the_very_batch(
     if done:
         again.load_state_dict(broken.state_dict())
     assert begun + run(again, done, 100) == whole
+
+
+class Wrapped:
+    """A loader in another object, as Fabric gives it."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (DataLoader(range(4), num_workers=2, in_order=False), "Leave in_order out"),  # type: ignore[arg-type]
+        (Wrapped(), "a Wrapped, which is no DataLoader"),
+    ],
+)
+def test_a_loader_that_cannot_be_followed_is_refused_where_the_loop_starts(
+    loader: Any, words: str
+) -> None:
+    with pytest.raises(BadTask, match=words):
+        es.loader(loader)
