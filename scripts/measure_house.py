@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_751,
     "service": 29_770,
     "train_fn": 49_780,
-    "tests": 99_960,
+    "tests": 99_990,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -147,7 +147,7 @@ async def test_the_client_submits_waits_and_names_the_best(api: ApiService) -> N
             client.sweeps.get(again.id)
         with pytest.raises(InvalidSpec, match="cannot be written as JSON"):
             client.sweeps.create(spec(), metric="loss", grid={"train.seed": [object()]})
-        with pytest.raises(InvalidSpec, match="Idempotency-Key"):
+        with pytest.raises(InvalidSpec, match="idempotency_key"):
             client.sweeps.create(
                 spec(), metric="loss", grid={"train.seed": [1]}, idempotency_key=""
             )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from service.process import serve
 from service.process.app import database_lock
-from service.process.serve import EXIT_CANNOT_START, main
 from service.settings import HomeError, HomeLock, Settings, published_url
 from tests.support.small_disk import mounted_small_disk
 
@@ -88,8 +88,13 @@ def test_a_second_service_on_one_sqlite_file_is_refused_before_it_changes_anythi
     first = Settings(home=tmp_path / "first", database_url=f"sqlite:///{path}")
     monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "second"))
     monkeypatch.setenv("EVERSTEP_DATABASE", f"sqlite:///{link}")
+    # It belongs to the whole process, and so to the tests that follow.
+    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     with database_lock(first):
-        assert main(["--ray-address", "http://127.0.0.1:9", "--port", "0"]) == EXIT_CANNOT_START
+        assert (
+            serve.main(["--ray-address", "http://127.0.0.1:9", "--port", "0"])
+            == serve.EXIT_CANNOT_START
+        )
     said = capsys.readouterr().err
     assert f"(pid {os.getpid()} on {os.uname().nodename} since 20" in said
     assert f"already runs on the database {path}" in said and "--database" in said
