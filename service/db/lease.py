@@ -57,10 +57,10 @@ class LeaseStore(Store):
             return None  # another process inserted the row at the same time, and holds it
 
     def _take(self, connection: Connection, name: str, holder: str) -> Lease | None:
-        now = self._now(connection)
         found = connection.execute(
             select(leases).where(leases.c.name == name).with_for_update()
         ).one_or_none()
+        now = self._now(connection)  # after the lock: a renewal meanwhile does not lie ahead of it
         if found is None:
             connection.execute(
                 insert(leases).values(name=name, holder=holder, fence=1, expires_at=now + LEASE_S)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire import ReasonCode, RunStatus
@@ -224,6 +224,27 @@ def test_a_lease_does_not_change_hands_in_the_middle_of_a_write(
         connection.execute(text("DELETE FROM idempotency_keys"))
     thread.join(60)
     assert taken[0] is not None and taken[0].holder == "b"
+
+
+def test_a_lease_that_is_renewed_while_another_asks_stays(
+    postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with postgresql.database() as url:
+        database = Database(url)
+        mine, other = LeaseStore(database), LeaseStore(database)
+        assert mine.take("reconciler", "a") is not None
+        renewal, ask = threading.Thread(target=mine.take, args=("reconciler", "a")), other._now
+
+        def slowly(connection: Connection) -> float:
+            now = ask(connection)
+            renewal.start()
+            renewal.join(0.5)
+            return now
+
+        monkeypatch.setattr(other, "_now", slowly)
+        assert other.take("reconciler", "b") is None
+        renewal.join(60)
+        database.close()
 
 
 # ---------------------------------------------------------------- addresses and lost connections
