@@ -28,7 +28,8 @@ SUBMIT_TIMEOUT_S = 30.0
 MAX_NODES = 10_000
 RAY_PYTHON: Final = (
     r"""$(tr '\0' '\n' </proc/$(sed -n 's/^PPid:[^0-9]*//p' /proc/$PPID/status)/cmdline"""
-    r""" | sed -n 's/^--python_worker_command=\([^ ]*\) .*/\1/p' | grep . || echo python)"""
+    r""" | sed -n 's/^--python_worker_command=\("\([^"]*\)"\|\([^ ]*\)\) .*/\2\3/p'"""
+    r""" | grep . || echo python)"""
 )
 """For a job's shell: the interpreter with which the job's node starts Ray's workers, as the command
 line of the raylet says, whose grandchild the shell is. A raylet that was started by its full path

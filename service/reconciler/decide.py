@@ -10,7 +10,7 @@ job.
   When the job is gone and the journal read to its end, the run is CANCELLED or PAUSED.
 - A claimed submission that Ray never took is submitted again under the same id.
 - A job that ended without a ``finished`` event in its journal is replaced by the next submission.
-  Ray's status alone never ends a run. Three drivers in a row that could not even begin do.
+  Ray's status alone never ends a run. Three drivers of a new run that could not even begin do.
 - On a storage that does not belong to the database nothing starts, and nothing is concluded from
   missing files.
 - Queued runs start, and running ones shrink, pause and grow again, as schedule.py plans.
@@ -57,7 +57,7 @@ drivers without a verdict are trouble of the control plane."""
 MOST_FRUITLESS: Final = 500
 """So many end it, or pause it while its storage fails: it has tried for eight hours."""
 MOST_NEVER_BEGUN: Final = 3
-"""Drivers in a row that end, by themselves, before they begin, after which a run fails."""
+"""So many drivers of a run that end, by themselves, before any has begun, fail it."""
 STRAY_GRACE_S: Final = 20.0
 """Longest time for a driver that has finished or was replaced to end by itself."""
 
@@ -192,8 +192,9 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     )
     if run.last_words is not None and run.never_began:
         reason = Reason(code=ReasonCode.DRIVER_NEVER_BEGAN, message=_never_began(run))
-        yield KeepLastWords(run.id, run.submission, run.last_words)
-        if run.never_began >= MOST_NEVER_BEGUN:
+        if run.reason != reason:
+            yield KeepLastWords(run.id, run.submission, run.last_words)
+        if MOST_NEVER_BEGUN <= run.never_began == run.submission or run.fruitless >= MOST_FRUITLESS:
             yield ChangeStatus(run.id, run.status, run.submission, RunStatus.FAILED, reason)
             return
         if run.reason != reason:
@@ -222,7 +223,7 @@ def _never_began(run: RunFacts) -> str:
     return (
         f"the {drivers} of this run ended before training began; the last one said: "
         f"{run.last_words}\nInstall Everstep in the Python with which Ray runs on the head "
-        "(`everstep doctor` checks it), and submit the run again"
+        "(`everstep doctor` checks it), and submit the run again if it has FAILED"
     )
 
 

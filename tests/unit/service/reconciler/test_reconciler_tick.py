@@ -54,9 +54,10 @@ async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:
     assert (row.status, row.submission, row.ray_job_id) == (RunStatus.STARTING, 1, job_id)
 
 
-@pytest.mark.parametrize("python", ["/opt/everstep/bin/python", None])
+@pytest.mark.parametrize("python", ["/opt/everstep/bin/python", "/opt/my venv/python", None])
 def test_a_job_runs_with_the_python_of_ray_s_workers(python: str | None) -> None:
-    option = f"--python_worker_command={python} setup_worker.py --node-ip-address=1"
+    words = subprocess.list2cmdline([str(python), "setup_worker.py", "--node-ip-address=1"])
+    option = f"--python_worker_command={words}"
     job = f"""import subprocess; subprocess.run(['/bin/sh', '-c', {f'echo "{RAY_PYTHON}"'!r}])"""
     supervisor = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {job!r}])"
     found = subprocess.run(
@@ -99,14 +100,14 @@ async def test_drivers_that_never_begin_end_a_run_and_are_shown(here: World, ray
     ]
 
 
-@pytest.mark.parametrize(("code", "began"), [(1, True), (143, False)])
-async def test_a_driver_that_began_or_was_ended_fails_no_run(
-    code: int, began: bool, here: World, ray: FakeRay
+@pytest.mark.parametrize(("code", "begin"), [(1, 9), (143, 0), (1, 1)])
+async def test_drivers_that_were_ended_or_of_which_one_began_fail_no_run(
+    code: int, begin: int, here: World, ray: FakeRay
 ) -> None:
     run = here.create()
     await here.reconciler.tick()
     for submission in range(1, MOST_NEVER_BEGUN + 2):
-        if began:
+        if submission <= begin:
             here.write(run.id, submission, *STARTED)
         end_driver(ray, f"{run.id}-s{submission:03}", code, "words")
         here.now += backoff_s(submission)
@@ -114,7 +115,8 @@ async def test_a_driver_that_began_or_was_ended_fails_no_run(
             await here.reconciler.tick()
         row = here.get(run.id)
         assert (row.status.terminal, row.submission) == (False, submission + 1)
-        assert row.reason_code != ReasonCode.DRIVER_NEVER_BEGAN
+        is_told = code == 1 and submission > begin
+        assert (row.reason_code == ReasonCode.DRIVER_NEVER_BEGAN) == is_told
 
 
 @pytest.mark.parametrize("point", ["before_claim", "after_claim", "after_submit", "after_record"])
