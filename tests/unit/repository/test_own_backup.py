@@ -278,6 +278,19 @@ def test_only_a_copy_with_its_storage_counts_as_the_newest_database(
     assert (generation(tmp_path / "both.db"), generation(tmp_path / "alone.db")) == (1007, 7)
 
 
+def test_a_file_that_cannot_be_read_leaves_no_copy(
+    tmp_path: Path, database: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "x: Read error at byte 0: Input/output error", "y: Cannot open: Permission denied"
+    tar, real = tmp_path / "tar", shutil.which("tar")
+    tar.write_text(f"#!/bin/sh\n{real} \"$@\"\nprintf '%s\\n' '{said[0]}' '{said[1]}' >&2\n")
+    tar.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ended = script("backup.sh", tmp_path / "copy", database, storage)
+    assert ended.returncode != 0 and f"cannot be copied: {said[0]}" in ended.stderr
+    assert f"left out: {said[1]}" in ended.stderr and not (tmp_path / "copy").exists()
+
+
 def test_nothing_that_a_run_plants_is_followed_or_stops_a_copy(
     tmp_path: Path, database: Path, storage: Path
 ) -> None:
