@@ -243,9 +243,9 @@ async def resume_run(run: ControlledRun, context: Context) -> Run:
 async def delete_run(run: ControlledRun, context: Context) -> None:
     """Only runs that have ended. Deletes the run's directory with every checkpoint and log, then
     its history."""
-    await context.database_call(context.runs.begin_delete, run.id)
     # with another storage mounted, its directory would be left behind
     await context.storage_call(context.storage_gate.require)
+    await context.database_call(context.runs.begin_delete, run.id)
     # The directory first: after a crash in between, the run can be deleted again, and no orphaned
     # files are left.
     await context.long_storage_call(RunDir(context.storage, run.id).delete)

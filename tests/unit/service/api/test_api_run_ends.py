@@ -10,6 +10,7 @@ import pytest
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Run
 from everstep.wire.events import EventKind
+from storage.cluster import IDENTITY_FILE
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, spec
 from tests.support.problems import problem
@@ -89,8 +90,15 @@ async def test_a_directory_that_cannot_be_removed_keeps_the_run(
 ) -> None:
     run_id = await api.create()
     await api.http.post(f"/v1/runs/{run_id}/cancel")
-    runs = tmp_path / "storage" / "runs"
-    runs.parent.mkdir(exist_ok=True)
+    gate, runs = api.context.storage_gate, tmp_path / "storage" / "runs"
+    identity = tmp_path / "storage" / IDENTITY_FILE
+    identity.rename(tmp_path / "own")
+    gate.forget()
+    problem(await api.http.delete(f"/v1/runs/{run_id}"), 503, "storage_unavailable")
+    found = api.runs.get(run_id)
+    assert found is not None and found.stop_requested is None, "other runs may still start from it"
+    (tmp_path / "own").rename(identity)
+    gate.forget()
     # A symbolic link that leads nowhere but to itself: no user, not even root, can walk through it.
     runs.symlink_to(runs)
     answer = await api.http.delete(f"/v1/runs/{run_id}")
