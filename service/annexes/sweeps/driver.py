@@ -30,6 +30,7 @@ from service.annexes.sweeps.decide import (
     while_running,
 )
 from service.annexes.sweeps.store import SweepPlace, SweepRow, SweepStore, TrialRow
+from service.db.checkpoints import OriginGone
 from service.db.engine import DatabaseError
 from service.db.projects import QuotaExceeded, UnknownProject
 from service.db.runs import PlaceTaken, RunStore
@@ -195,7 +196,7 @@ class SweepDriver:
             return SweepReason(code=SweepReasonCode.WAITING_FOR_QUOTA, message=str(exc))
         except PlaceTaken:
             return None
-        except UnknownProject as exc:
+        except (UnknownProject, OriginGone) as exc:
             reason = SweepReason(code=SweepReasonCode.RUNS_FAILED, message=str(exc))
             self._sweeps.end(sweep.id, SweepStatus.FAILED, reason)
             return reason

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from everstep.spec.parsing import parse_spec
 from everstep.spec.sweep import SweepSpec
 from everstep.spec.trials import trials_of
 from everstep.wire import RunStatus
@@ -217,6 +218,19 @@ def test_a_failed_run_is_named_and_the_others_go_on(world: World) -> None:
     sweep = world.sweep(sweep_id)
     assert (sweep.state, sweep.reason_code) == (SweepStatus.SUCCEEDED, "runs_failed")
     assert str(sweep.reason_message).startswith(f"1 of 2 runs failed: {world.run(sweep_id, 0).id}")
+
+
+def test_a_sweep_whose_origin_is_gone_holds_up_no_other(world: World) -> None:
+    parent, _ = world.runs.create(parse_spec(spec()), "me")
+    lost = world.begin(
+        spec=spec(resume_from={"run_id": parent.id, "step": 3}), grid={"optimizer.lr": [0.1]}
+    )
+    with world.database.write() as connection:
+        connection.exec_driver_sql("DELETE FROM runs")  # as an older version could
+    other = world.begin(grid={"optimizer.lr": [0.1]})
+    world.driver.look()
+    assert world.sweep(lost).state == SweepStatus.FAILED
+    assert world.statuses(other) == [RunStatus.QUEUED]
 
 
 def test_a_metric_that_no_run_reports_is_said_with_those_that_there_are(world: World) -> None:
