@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -68,11 +69,11 @@ def folded(fold: Callable[[list[EventRow]], T], rows: Iterable[EventRow]) -> T:
     do not fit alone, and a few that do not fit those before them; if there are more, all are.
     """
     left = list(rows)
-    if _fits(fold, left):
+    with suppress(*UNFIT):
         return fold(left)
     left = [row for row in left if _fits(fold, [row])]
     for _ in range(_MOST_UNFIT):
-        if _fits(fold, left):
+        with suppress(*UNFIT):
             return fold(left)
         places = range(1, len(left) + 1)
         first = bisect_left(places, True, key=lambda end: not _fits(fold, left[:end]))
