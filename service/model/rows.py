@@ -41,8 +41,8 @@ def past(at: float, now: float) -> float:
     if at <= now:
         _FIRST_SEEN.pop(at, None)
         return at
-    _FIRST_SEEN[at] = min(now, _FIRST_SEEN.get(at, now))
-    return _FIRST_SEEN[at]
+    _FIRST_SEEN[at] = first = min(now, _FIRST_SEEN.get(at, now))
+    return first  # another thread may have forgotten it already
 
 
 def maybe_time(seconds: float | None) -> datetime | None:
