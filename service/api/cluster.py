@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
-import structlog
 from fastapi import APIRouter
 
 from everstep.spec.run_spec import spec_schema
@@ -25,8 +24,6 @@ from service.storage_identity import adopt_storage, storage_status
 router: Final = APIRouter(prefix="/v1", tags=["cluster"])
 _CATALOG: Final = catalog()
 _SCHEMA: Final = spec_schema()
-
-log = structlog.get_logger(__name__)
 
 
 @router.get("/catalog", summary="What a spec may name", responses=problem_answers())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import structlog
 from sqlalchemy import JSON, Column, Connection, Dialect, Insert, bindparam, insert, select, update
@@ -29,7 +29,6 @@ from service.projections.changes import NO_WORKERS
 from service.projections.goodput import TimeLedger, WorkLedger
 from service.projections.handlers import folded
 
-T = TypeVar("T")
 logger = structlog.get_logger(__name__)
 
 _INSERT_CHUNK_ROWS = 500

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import threading
 import time
@@ -47,8 +46,6 @@ from train_fn.snapshots import store
 from train_fn.step.nccl import collective_counts
 from train_fn.step.place_watch import watch
 from train_fn.storage_proof import prove_ahead
-
-logger = logging.getLogger(__name__)
 
 WATCH = "watch"
 """Concurrency group of ``watch``, which waits while other calls run."""

@@ -110,7 +110,6 @@ def _at(claims: Mapping[str, Any], path: str) -> Any:
 
 # The check of an ID token: its signature, and whom, what and when it is for.
 
-_SIZES: Final = (256, 384, 512)
 LEEWAY_S: Final = 60
 """Difference of the two clocks that is allowed."""
 ALGORITHMS: Final = (

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-import structlog
 from sqlalchemy import Connection, delete, exists, func, insert, or_, select, update
 
 from everstep.wire import RunStatus, Straggler
@@ -178,7 +177,6 @@ def _delivery(connection: Connection, delivery_id: str) -> DeliveryRow:
 # Apply the alerts of a run's project to it: begin and end incidents, and queue their messages, all
 # in the transaction that changes the run.
 
-T = TypeVar("T")
 
 TELLING_KINDS: Final = frozenset(
     {
@@ -191,8 +189,6 @@ TELLING_KINDS: Final = frozenset(
 """Events after which another alert may hold; so does the end of a run."""
 _OVER_TIME: Final = ("recovered", "stalled")
 """What may begin or end without an event."""
-
-log = structlog.get_logger(__name__)
 
 
 def apply_alerts(

@@ -3,7 +3,6 @@ in fresh ones."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -19,8 +18,6 @@ from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.ray_internals import WorkerGroupStartupTimeoutError
 from train_fn.ray_train.scaling import LiveNodes
 from train_fn.recovery.launch import Engine, RankLaunch
-
-logger = logging.getLogger(__name__)
 
 
 class StayedStarts:

@@ -5,8 +5,6 @@ state, and report on each of its ranks.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -44,10 +42,6 @@ from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.staying import SOON_WRITTEN_BYTES, first_of_each_node
 from train_fn.step.nccl import group_backend, is_known_to_fail
-
-logger = logging.getLogger(__name__)
-
-_numbers = itertools.count(1)
 
 
 class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
