@@ -222,8 +222,8 @@ def _never_began(run: RunFacts) -> str:
     drivers = "driver" if run.never_began == 1 else f"{run.never_began} drivers in a row"
     return (
         f"the {drivers} of this run ended before training began; the last one said: "
-        f"{run.last_words}\nIf it lacks a module, install Everstep in the Python with which Ray runs "
-        "on the head (`everstep doctor` checks it). Submit the run again if it has FAILED"
+        f"{run.last_words}\nIf it lacks a module, install Everstep in the Python with which Ray "
+        "runs on the head (`everstep doctor` checks it). Submit the run again if it has FAILED"
     )
 
 
