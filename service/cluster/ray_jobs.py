@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 
 import httpx
 
+from everstep.spec.plain_text import written_out
 from everstep.wire import NodeLoad
 from storage.cluster import EXIT_STORAGE, STORAGE_WORDS
 
@@ -360,7 +361,7 @@ def job_of(raw: Mapping[str, Any]) -> Job:
     return Job(
         submission_id=raw["submission_id"],
         status=JobStatus(raw["status"]),
-        message=raw.get("message"),
+        message=written_out(raw.get("message")),
         metadata=raw.get("metadata") or {},
         driver_node_id=raw.get("driver_node_id"),
         driver_exit_code=raw.get("driver_exit_code"),

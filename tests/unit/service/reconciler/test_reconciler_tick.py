@@ -86,17 +86,17 @@ async def test_drivers_that_never_begin_end_a_run_and_are_shown(here: World, ray
     for submission in range(1, MOST_NEVER_BEGUN + 1):
         row = here.get(run.id)
         assert (row.status.terminal, row.submission) == (False, submission)
-        end_driver(ray, f"{run.id}-s{submission:03}", 1, MISSING)
+        end_driver(ray, f"{run.id}-s{submission:03}", 1, f"{MISSING}\0")  # no column holds NUL
         here.now += backoff_s(submission)
         await here.reconciler.tick()
         row = here.get(run.id)
         assert row.reason_code == ReasonCode.DRIVER_NEVER_BEGAN
-        assert MISSING in row.reason_message and "everstep doctor" in row.reason_message
+        assert f"{MISSING}\\x00" in row.reason_message and "doctor" in row.reason_message
         await here.reconciler.tick()
     assert here.get(run.id).status == RunStatus.FAILED
     kept, _ = read_rank_logs(RunDir(here.storage, run.id))
     assert [(line.submission, line.rank, line.message) for line in kept] == [
-        (submission, None, MISSING) for submission in range(1, MOST_NEVER_BEGUN + 1)
+        (submission, None, f"{MISSING}\\x00") for submission in range(1, MOST_NEVER_BEGUN + 1)
     ]
 
 
