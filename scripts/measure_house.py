@@ -20,10 +20,10 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 MAX_FILES = 426
 MAX_LINES = {
     "everstep": 16_360,
-    "storage": 5_751,
-    "service": 29_770,
-    "train_fn": 49_780,
-    "tests": 99_990,
+    "storage": 5_767,
+    "service": 29_774,
+    "train_fn": 49_760,
+    "tests": 100_000,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

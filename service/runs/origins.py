@@ -16,7 +16,7 @@ from service.api.context import ApiContext
 from service.model.run_rows import RunRow
 from service.projections import checkpoints
 from service.projections.handlers import folded
-from storage.checkpoints.retention import CheckpointHold
+from storage.checkpoints.retention import ACKNOWLEDGED_HOLD_S, CheckpointHold
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.run_dir import RunDir
@@ -192,7 +192,7 @@ def _hold(
     In this order retention cannot delete it unnoticed. Runs that have ended have no retention."""
     run_dir = RunDir(context.storage, parent.id)
     if not parent.status.terminal:
-        CheckpointHold(run_dir, checkpoint.name, must_be_stored=True)
+        CheckpointHold(run_dir, checkpoint.name, must_be_stored=True, lasts_s=ACKNOWLEDGED_HOLD_S)
     try:
         CheckpointStore(run_dir).manifest(checkpoint.name)
     except StorageNotFound:

@@ -251,6 +251,8 @@ def _commit_order(manifest: Manifest) -> tuple[int, int, int]:
 
 HOLD_S = 300.0
 """A hold that was not renewed for this long has expired: its holder died."""
+ACKNOWLEDGED_HOLD_S = 3600.0
+"""For a run that was acknowledged: its service may be away before it has written what it needs."""
 _RENEW_S = 60.0
 _MAX_BYTES = 4096
 
@@ -262,10 +264,18 @@ class CheckpointHold:
     """A reader's hold on a checkpoint. If the storage cannot store it (full, read-only), reading
     continues without."""
 
-    def __init__(self, run_dir: RunDir, name: str, *, must_be_stored: bool = False) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        name: str,
+        *,
+        must_be_stored: bool = False,
+        lasts_s: float = HOLD_S,
+    ) -> None:
         """Take the hold at once: a checkpoint that exists afterwards stays. With
-        ``must_be_stored``, raises StorageError if the storage cannot store it."""
-        self._files = run_dir.files
+        ``must_be_stored``, raises StorageError if the storage cannot store it. Without a renewal it
+        expires after ``lasts_s``."""
+        self._files, self._lasts_s = run_dir.files, lasts_s
         self._path = run_dir.holds_path(f"{name}.{secrets.token_hex(6)}")
         self._renewed_at = float("-inf")
         self._num_renewals = 0
@@ -284,7 +294,11 @@ class CheckpointHold:
                 self._write()
 
     def _write(self) -> None:
-        content = {"until": time.time() + HOLD_S, "renewals": self._num_renewals}
+        content = {
+            "until": time.time() + self._lasts_s,
+            "lasts_s": self._lasts_s,
+            "renewals": self._num_renewals,
+        }
         self._files.write(self._path, json.dumps(content).encode())
 
     def release(self) -> None:
@@ -295,7 +309,7 @@ class CheckpointHold:
 def held_checkpoints(run_dir: RunDir, seen: SeenHolds) -> set[str]:
     """Return the names of checkpoints with a hold, and delete expired holds. Raises StorageError.
 
-    A hold expires when its file has not changed for HOLD_S by this process's monotonic clock.
+    A hold expires when its file has not changed for so long by this process's monotonic clock.
     Reader and deleter are on different hosts, whose clocks may differ by more than that.
 
     Args:
@@ -318,7 +332,7 @@ def held_checkpoints(run_dir: RunDir, seen: SeenHolds) -> set[str]:
         known, since = before.get(entry.name, (content, now))
         if known != content:
             since = now
-        if _is_hold(content) and now - since < HOLD_S:
+        if now - since < _lasts_s(content):
             found.add(name)
             seen[entry.name] = content, since
         else:
@@ -326,12 +340,14 @@ def held_checkpoints(run_dir: RunDir, seen: SeenHolds) -> set[str]:
     return found
 
 
-def _is_hold(content: bytes) -> bool:
+def _lasts_s(content: bytes) -> float:
+    """Return for how long a hold lasts, an hour at most; 0 for what is none."""
     try:
-        float(plain_text.parse_json(content)["until"])
-    except (ValueError, KeyError, TypeError):
-        return False
-    return True
+        hold = plain_text.parse_json(content)
+        float(hold["until"])
+        return min(float(hold.get("lasts_s", HOLD_S)), ACKNOWLEDGED_HOLD_S)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 0.0
 
 
 # ---------------------------------------------------------------- journal records

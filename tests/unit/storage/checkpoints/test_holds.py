@@ -9,7 +9,13 @@ import pytest
 
 from storage.checkpoints import retention as holds_module
 from storage.checkpoints import retention as retention_module
-from storage.checkpoints.retention import HOLD_S, CheckpointHold, SeenHolds, held_checkpoints
+from storage.checkpoints.retention import (
+    ACKNOWLEDGED_HOLD_S,
+    HOLD_S,
+    CheckpointHold,
+    SeenHolds,
+    held_checkpoints,
+)
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageFull
 from storage.files.local import LocalFiles
@@ -35,6 +41,19 @@ def test_a_held_checkpoint_stays_until_it_is_released(run_dir: RunDir) -> None:
         hold.release()
     assert store.retain(1, None) == [old.name]
     assert store.list() == [new]
+
+
+@pytest.mark.parametrize("lasts_s", [HOLD_S, ACKNOWLEDGED_HOLD_S])
+def test_a_hold_lasts_as_long_as_it_says(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, lasts_s: float
+) -> None:
+    now, seen = [1_000_000.0], SeenHolds()
+    monkeypatch.setattr(holds_module.time, "monotonic", lambda: now[0])
+    name = save(run_dir, 10).name
+    CheckpointHold(run_dir, name, must_be_stored=True, lasts_s=lasts_s)
+    for later_s, held in ((0, {name}), (lasts_s - 1, {name}), (2, set())):
+        now[0] += later_s
+        assert held_checkpoints(run_dir, seen) == held
 
 
 @pytest.mark.parametrize("skew_s", [0.0, -600.0, 600.0, 7200.0])
