@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from train_fn import own_loop
@@ -55,6 +56,8 @@ class Followed(Resumed, Protocol):
 
     rank: int
     world_size: int
+    must_be_alike: bool
+    """Whether only the loop that began the run may go on."""
 
     @property
     def seed(self) -> int: ...
@@ -102,6 +105,10 @@ class FollowedLoader:
         """Of the newest batch."""
         self._expected: dict[str, int] | None = None
         """Marks of the last batch before a restart; None if they say nothing about this data."""
+        self._ended: dict[str, Any] | None = None
+        """The last batch of the epoch before: how many there were, and its marks."""
+        self._unread: dict[str, Any] | None = None
+        """The same before a restart, until it is read again."""
         self._noted_by = -1
         """The rank that noted them."""
 
@@ -141,6 +148,7 @@ class FollowedLoader:
             "draws_by_rank": self._draws_by_rank,
             "rank": self._rank,
             "marks": self._taken.marks if self._taken is not None else None,
+            "ended": self._ended,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,6 +159,7 @@ class FollowedLoader:
         # Only a loader of the same kind has the same order.
         is_alike = state.get("kind") == type(self._loader).__qualname__
         self._expected = state["marks"] if is_alike else None
+        self._ended = self._unread = state.get("ended") if is_alike else None
         self._noted_by = self._rank = state.get("rank", 0)
         self._taken = None
 
@@ -191,6 +200,7 @@ class FollowedLoader:
         tell_epoch(self._loader, self.epoch)
         self._require_same_epochs(state)
         self._move_to(state.world_size, state.rank)
+        self._require_same_end(state)
         seeded: int | None = None
         while epochs is None or self.epoch < epochs:
             is_empty, most = self._num_batches == 0, self._most
@@ -216,7 +226,20 @@ class FollowedLoader:
                 raise BadTask("es.loader: the DataLoader yields no batch")
             if steps is not None and state.step_number >= steps:
                 return
+            marks = self._taken.marks if self._taken is not None else None
+            self._ended = {"num_batches": self._num_batches, "marks": marks} if marks else None
             self.epoch, self._num_batches, self._taken = self.epoch + 1, 0, None
+
+    def _require_same_end(self, state: Followed) -> None:
+        """Raise DataChanged if only the loop that began the run may go on, and the last batch of
+        the epoch before is another one now."""
+        ended, self._unread = self._unread, None
+        is_kept = kept_iterator(self._loader) is not None
+        if not state.must_be_alike or self._num_batches or ended is None or is_kept:
+            return
+        self.epoch -= 1
+        self._read_again(state, ended["num_batches"], ended["marks"])
+        self.epoch += 1
 
     def _require_same_epochs(self, state: Followed) -> None:
         """Raise DataChanged if this rank's place is one in other data: of a run that was forked, or
@@ -237,7 +260,7 @@ class FollowedLoader:
     def _move_to(self, world_size: int, rank: int) -> None:
         """Go on at another world size: at the same number of batches of all ranks."""
         if self._world_size != world_size:
-            self._expected = None
+            self._expected = self._unread = None
         self._rank = rank
         if self._world_size not in (0, world_size) and self._num_batches:
             done = self._num_batches * self._world_size
@@ -258,19 +281,19 @@ class FollowedLoader:
         if num_done and num_done == self._most:
             return
         if num_done and expected is not None:
-            mine = expected if self._noted_by == self._rank else None
-            yield from ReadAgain(
-                loader,
-                num_done,
-                self.epoch,
-                lambda: self._order(state),
-                mine,
-                "es.loader",
-                lambda number: self._draw(state, number),
-            ).rest(state)
+            yield from self._read_again(state, num_done, expected)
         else:
             self._order(state)
             yield from after_batches(loader, num_done) if num_done else loader
+
+    def _read_again(
+        self, state: Followed, num_done: int, expected: dict[str, int]
+    ) -> Iterator[Any]:
+        """Return the batches of this epoch after so many, once the last of these was compared."""
+        mine = expected if self._noted_by == self._rank else None
+        order, draw = partial(self._order, state), partial(self._draw, state)
+        who = "es.loader"
+        return ReadAgain(self._loader, num_done, self.epoch, order, mine, who, draw).rest(state)
 
     def _draw(self, state: Followed, number: int) -> None:
         """Seed the generators that the data and the collate function own for a batch of the epoch,

@@ -78,6 +78,8 @@ class Protected:
         """Whether torch was seeded differently on the ranks when the loop began."""
         self.draws_differ = False
         """Whether generators that samplers own had other states on other ranks then."""
+        self.must_be_alike = False
+        """Whether only the loop that began the run may go on."""
         self.is_told_of_updates = False
         """Whether an adapter calls ``before_update`` inside of the closure of ``optimizer.step``,
         after its backward pass."""
@@ -161,6 +163,7 @@ class Protected:
         self.rank, self.world_size = ctx.world_rank, ctx.world_size
         own = (state.seed, state.own_draws)
         state.why_alike = home.why_alike
+        self.must_be_alike = home.why_alike is not None
         self._training = training = prepare(
             ctx, state, self._torn, of_trainer=self.ends_with_commit
         )

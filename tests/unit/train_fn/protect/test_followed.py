@@ -43,7 +43,7 @@ class Loop:
         self.seed = 11
         self.other_ranks: list[Any] = []
         """What other ranks say."""
-        self.seeds_differ = self.draws_differ = False
+        self.seeds_differ = self.draws_differ = self.must_be_alike = False
 
     def holds(self, part: object) -> bool:
         return self._holds

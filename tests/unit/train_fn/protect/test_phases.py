@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import everstep.train as es
 from train_fn.errors import BadTask, DataChanged
@@ -39,10 +39,11 @@ class Fold:
         self.model = nn.Sequential(nn.Linear(4, given.get("width", 3)), nn.ReLU())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate)
         inputs = torch.arange(96.0).reshape(24, 4).sin() + given.get("fold", 0)
-        self.data = es.loader(TensorDataset(inputs), global_batch_size=8)
-        self.state = es.protect(
-            self.model, self.optimizer, storage=str(place), run_id="run", fresh=given.get("fresh")
-        )
+        rows = TensorDataset(inputs)
+        extra = es.loader(DataLoader(rows, batch_size=8)) if given.get("follows") else None
+        self.data: Any = extra or es.loader(rows, global_batch_size=8)
+        where: Any = {"storage": str(place), "run_id": "run", "fresh": given.get("fresh")}
+        self.state = es.protect(self.model, self.optimizer, extra=extra, **where)
         self.num_made = 0
 
     def train(self, dies: int | None = None) -> dict[str, torch.Tensor]:
@@ -65,9 +66,10 @@ OTHERS = [
     ({"width": 5}, BadTask, "began with another model"),
     ({"fold": 1}, DataChanged, "data of es.loader changed"),
 ]
+FOLLOWED = ({"fold": 1, "follows": True}, DataChanged, "is another one than before")
 
 
-@pytest.mark.parametrize(("changed", "error", "words"), OTHERS)
+@pytest.mark.parametrize(("changed", "error", "words"), [*OTHERS, FOLLOWED])
 def test_a_finished_training_is_given_back_to_the_loop_that_began_it_alone(
     changed: dict[str, Any],
     error: type[Exception],
@@ -77,7 +79,8 @@ def test_a_finished_training_is_given_back_to_the_loop_that_began_it_alone(
 ) -> None:
     """A script that leaves out what it finds done makes the second training first after a
     restart."""
-    done = {name: value.clone() for name, value in Fold(tmp_path).train().items()}
+    kind = {"follows": "follows" in changed}
+    done = {name: value.clone() for name, value in Fold(tmp_path, **kind).train().items()}
     other = Fold(tmp_path, **changed)
     other.train()
     assert other.num_made == 6
@@ -85,7 +88,7 @@ def test_a_finished_training_is_given_back_to_the_loop_that_began_it_alone(
     with pytest.raises(error, match=words):
         Fold(tmp_path, **changed).train()
     as_new_process()
-    again = Fold(tmp_path)
+    again = Fold(tmp_path, **kind)
     assert all(torch.equal(value, done[name]) for name, value in again.train().items())
     assert again.num_made == 0
     as_new_process()
