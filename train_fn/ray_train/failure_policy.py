@@ -95,7 +95,9 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
     def make_decision(self, training_failed_error: Any) -> Any:
         """Return Ray's RETRY or RAISE. Never raises."""
         try:
-            return self._decide(training_failed_error)
+            decided = self._decide(training_failed_error)
+            self._num_unjudged = 0
+            return decided
         except Exception:
             logger.exception("the failure could not be judged; restarting from what survives")
             self._num_unjudged += 1

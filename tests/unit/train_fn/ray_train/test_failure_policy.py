@@ -10,6 +10,7 @@ import pytest
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from everstep.wire.events import GPU_FAULTY
 from train_fn.ray_train.failure_policy import EvidencePolicy
+from train_fn.ray_train.ray_internals import FailureDecision
 from train_fn.recovery.decision import Decision, PastFailure
 from train_fn.recovery.evidence import RankError, RankReport
 from train_fn.recovery.staying import (
@@ -164,9 +165,8 @@ def test_a_process_stays_only_if_all_that_outlives_the_attempt_in_it_is_known(
     assert why is reason is None or (reason is not None and why is not None and reason in why)
 
 
-def test_failures_that_cannot_be_judged_restart_so_many_times_only() -> None:
-    made: Any = SimpleNamespace(
-        _num_unjudged=0, _settings=SimpleNamespace(no_progress_limit=3), _decide=lambda error: 1 / 0
-    )
-    decisions = [EvidencePolicy.make_decision(made, None).name for _ in range(3)]
-    assert decisions == ["RETRY", "RETRY", "RAISE"]
+def test_failures_that_cannot_be_judged_restart_so_many_times_in_a_row_only() -> None:
+    made: Any = SimpleNamespace(_num_unjudged=0, _settings=SimpleNamespace(no_progress_limit=3))
+    made._decide = lambda is_judged: FailureDecision.RETRY if is_judged else 1 / 0
+    decisions = [EvidencePolicy.make_decision(made, each).name for each in (0, 0, 1, 0, 0, 0)]
+    assert decisions == ["RETRY"] * 5 + ["RAISE"]

@@ -7,6 +7,7 @@ import errno
 import inspect
 import pickle
 import resource
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,15 @@ def test_what_a_process_has_used_up_is_its_own_whoever_met_it_first(exc: Excepti
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert f" of {most} files open" in error.message and "ulimit -n" in error.message
     assert kind_of(StorageUnavailable("the server says: Too many open files")) is ErrorKind.STORAGE
+
+
+def test_files_are_counted_without_memory_for_each_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1 << 20, 1 << 20))
+    tracemalloc.start()
+    error = describe_error(OSError(errno.ENOMEM, "Cannot allocate memory"), 0)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert " of 1048576 files open" in error.message and peak_bytes < 4 << 20
 
 
 def raised_in(exc: BaseException, *places: tuple[str, str, str]) -> BaseException:
