@@ -451,7 +451,7 @@ def made_progress(failure: PastFailure | Judgement) -> bool:
 def failures_in_a_row(judgement: Judgement, past: Sequence[PastFailure]) -> int:
     """Return how many failures of this budget came without progress: this one, and those before it
     down to the last one at a smaller step. Where steps are lost and made again, those since the
-    newest step that did not get further than the failure before them count as well.
+    newest step, or the newest since that, that got no further than the failure before them count.
 
     A failure whose step is unknown counts at the step of the failure before it: as step 0 it would
     look like a step back. A script that reports no steps moves on by running for long.
@@ -463,7 +463,10 @@ def failures_in_a_row(judgement: Judgement, past: Sequence[PastFailure]) -> int:
     for known in (*(failure.step for failure in past), judgement.step):
         steps.append(known if known is not None else steps[-1] if steps else 0)
     moved = [at for at, failure in enumerate(past) if made_progress(failure)]
-    newest, is_in_a_row = max([steps.index(max(steps)), *moved]), True
+    newest = steps.index(max(steps))
+    if again_made := steps[newest + 1 :]:
+        newest += 1 + again_made.index(max(again_made))
+    newest, is_in_a_row = max([newest, *moved]), True
     for at, failure in reversed([*enumerate(past)]):
         if budget_of(failure.verdict) != budget_of(judgement.verdict):
             continue
