@@ -397,10 +397,20 @@ class LoopState(RunState):
         }
 
 
+_SCHEDULED = dict.fromkeys(("params", "initial_lr", "betas", "momentum"))
+"""What a scheduler changes in a group of an optimizer, and its weights."""
+
+
 def given_by(parts: LoopParts, seed: int) -> dict[str, str]:
     """Return digests of what tells trainings of one script apart: models, optimizers, and the seed
-    of rank 0."""
-    given = {"model": parts.models, "optimizer or its options": parts.optimizers}
+    of rank 0. They are the same for objects that have been trained."""
+    options = [
+        (name, type(each), each.defaults, sorted({**group, **_SCHEDULED, "lr": rate}.items()))
+        for name, each in parts.optimizers.items()
+        for group in each.param_groups
+        for rate in (group.get("initial_lr", group.get("lr")),)
+    ]
+    given: dict[str, Any] = {"model": parts.models, "optimizer or its options": options}
     if not dist.is_initialized() or dist.get_rank() == 0:
         given["seed"] = seed
     texts = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in given.items()}

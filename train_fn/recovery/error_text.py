@@ -123,16 +123,10 @@ def with_open_files(message: str) -> str:
     try:
         count = len(os.listdir("/proc/self/fd")) - 1  # noqa: PTH208 - no path is needed
     except OSError:  # no file can be opened to list them; a limit may be a thousand times as high
-        count = sum(map(_is_open, range(min(most, 1 << 20))))
+        numbers = range(min(most, 1 << 20))
+        count = sum(os.path.lexists(f"/proc/self/fd/{number}") for number in numbers)
     first, *rest = message.split("\n", 1)
     return "\n".join([f"{first}; this process has {count} of {most} files open: {_OPEN}", *rest])
-
-
-def _is_open(number: int) -> bool:
-    try:
-        return bool(os.fstat(number))
-    except OSError:
-        return False
 
 
 def _file_at_hand(exc: BaseException) -> str | None:
