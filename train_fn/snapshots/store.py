@@ -133,12 +133,13 @@ class SnapshotStore:
         return state
 
     def remove_older(self, newest: Label, *, keep: int) -> None:
-        """Remove what is older than ``newest``, except for the ``keep`` newest of those states."""
+        """Remove what is older than ``newest``, except for the ``keep`` newest of those states. Of
+        a sharded model, a state is all pieces of it that are here."""
         older = self._older(newest)
-        states = [label for label in older if not label.problem]
-        kept = states[-keep:] if keep else []
+        states = dict.fromkeys((each.origin, each.step) for each in older if not each.problem)
+        kept = list(states)[-keep:] if keep else []
         for label in older:
-            if label not in kept:
+            if label.problem or (label.origin, label.step) not in kept:
                 self.remove(label)
 
     def _older(self, newest: Label) -> list[Label]:

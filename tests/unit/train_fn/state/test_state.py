@@ -281,6 +281,16 @@ def test_a_snapshot_that_differs_from_its_label_is_refused(tmp_path: Path) -> No
         store.read(label)
 
 
+def test_all_pieces_of_the_state_before_stay(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, 1)
+    states = [copy_to_cpu(make_state(num_steps=steps).state_dict()) for steps in (1, 2, 3)]
+    for state in states[:2]:
+        for rank in range(2):
+            store.write(make_label(state, rank=rank, pieces=2), state)
+    store.remove_older(make_label(states[2], pieces=2), keep=1)
+    assert [(label.step, label.rank) for label in store.labels()] == [(2, 0), (2, 1)]
+
+
 def test_newer_snapshots_replace_older_ones_also_of_older_submissions(tmp_path: Path) -> None:
     store, later = SnapshotStore(tmp_path, 1), SnapshotStore(tmp_path, 2)
     first, second = (copy_to_cpu(make_state(num_steps=steps).state_dict()) for steps in (1, 2))
