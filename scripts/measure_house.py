@@ -22,8 +22,8 @@ MAX_LINES = {
     "everstep": 16_360,
     "storage": 5_767,
     "service": 29_774,
-    "train_fn": 49_760,
-    "tests": 100_000,
+    "train_fn": 49_770,
+    "tests": 100_040,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

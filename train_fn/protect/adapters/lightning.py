@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ from train_fn.state.tensor_tree import put_together, take_apart
 __all__ = ["Protect"]
 
 _LOADERS = "combined_loader"
+_BATCH_END = "on_train_batch_end"
 """In the state of Lightning's loop: what loaders with ``state_dict`` say of their places."""
 _MOST_AHEAD = 4
 """Newest batches of a loader that are known. Lightning reads one ahead if it has no length."""
@@ -79,6 +80,8 @@ class Protect(Callback):  # type: ignore[misc]
         """The loaders that follow the run."""
         self._max_steps = 0
         self._watch: CallbackWatch | None = None
+        self._skips: Callable[..., None] | None = None
+        """What stands for the module's hook, which was called already, until Lightning calls it."""
         self._counting: list[Any] = []
         """Checkpoint callbacks that number files of one name, and do not while the last step's are
         written again."""
@@ -199,7 +202,14 @@ class Protect(Callback):  # type: ignore[misc]
         state = self._open()
         pl_module.on_train_batch_end(outputs, batch, batch_idx)
         # Lightning calls it next. Nothing may stay on the module, which code copies and saves.
-        pl_module.on_train_batch_end = lambda *_: vars(pl_module).pop("on_train_batch_end")
+        of_module = vars(pl_module)
+        own = {name: of_module[name] for name in (_BATCH_END,) if name in of_module}
+
+        def skip_once(*_: Any) -> None:
+            del of_module[_BATCH_END]
+            of_module.update(own)
+
+        pl_module.on_train_batch_end = self._skips = skip_once
         if state.num_updates == self._updates:
             return  # gradients are being accumulated
         self._updates = state.num_updates
@@ -218,7 +228,8 @@ class Protect(Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the state of the last commit."""
-        vars(pl_module).pop("on_train_batch_end", None)
+        if self._skips is not None and vars(pl_module).get(_BATCH_END) is self._skips:
+            self._skips()
         if self._state is not None:
             self._state.__exit__(type(exception), exception, exception.__traceback__)
 

@@ -348,8 +348,9 @@ def follow(run_id: str, dies: int | None = None, **options: Any) -> tuple[Follow
     )
     inputs = torch.arange(64.0).reshape(16, 4).sin()
     loader = DataLoader(TensorDataset(inputs), batch_size=4, shuffle=True)
+    own = vars(net).get("on_train_batch_end")
     trainer.fit(net, loader, **options)
-    assert "on_train_batch_end" not in vars(net)
+    assert vars(net).get("on_train_batch_end") is own
     assert saving.current_score == -1, "of the best, which was before any restart"
     return net, trainer.global_step
 
@@ -604,10 +605,19 @@ class Copied(Following):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_module_is_copied_within_its_training_as_without_everstep(
-    monkeypatch: pytest.MonkeyPatch,
+class HookOfItsOwn(Following):
+    """A module whose hook was set on the object."""
+
+    def __init__(self, dies: int | None) -> None:
+        super().__init__(dies)
+        self.on_train_batch_end = super().on_train_batch_end  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [Copied, HookOfItsOwn])
+def test_a_module_s_own_hook_and_its_copies_are_as_without_everstep(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Following]
 ) -> None:
-    monkeypatch.setitem(globals(), "Following", Copied)
+    monkeypatch.setitem(globals(), "Following", kind)
     net, steps = follow("copied")
     assert net.num_hooks == steps == 12
 
