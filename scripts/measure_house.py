@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_767,
     "service": 29_774,
     "train_fn": 49_770,
-    "tests": 100_040,
+    "tests": 100_042,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
