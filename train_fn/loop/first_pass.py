@@ -212,10 +212,10 @@ def try_pieces(replica: Replica, batch: Any, num_samples: int) -> None:
     )
     before = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
     attributes = PlainAttributes(owners_of(replica.task, model))
-    replica.seed(0, 0)
     if replica.shards is None and not replica.exchanges_in_forward:
         check_sum(replica.task, replica.step_module, batch, num_samples)
     if micro is not None:
+        replica.seed(0, 0)
         smallest = replica.load(micro).batch
         check_small_batch(replica.task, replica.sampler, micro, replica.step_module, smallest)
     before.put_back()
