@@ -205,14 +205,15 @@ def try_pieces(replica: Replica, batch: Any, num_samples: int) -> None:
         batch: the first micro-batch, of ``num_samples`` samples.
     """
     model = replica.state.model
-    micro = (
-        smallest_micro_batch(replica.sampler, replica.total_steps)
-        if trains_batch_norm(model)
-        else None
-    )
+    micro = None
+    if trains_batch_norm(model):
+        micro = smallest_micro_batch(replica.sampler, replica.total_steps)
+    may_cut = replica.shards is None and not replica.exchanges_in_forward
+    if micro is None and not may_cut:
+        return
     before = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
     attributes = PlainAttributes(owners_of(replica.task, model))
-    if replica.shards is None and not replica.exchanges_in_forward:
+    if may_cut:
         check_sum(replica.task, replica.step_module, batch, num_samples)
     if micro is not None:
         replica.seed(0, 0)

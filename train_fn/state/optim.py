@@ -165,8 +165,7 @@ def match_layout(
     for place, parameter, holder, key, value in _tensors_in(optimizer):
         wanted = tuple((strides or {}).get(place, _usual(value, parameter)))
         if value.stride() != wanted and not isinstance(holder, tuple):
-            like = torch.empty_strided(value.shape, wanted, dtype=value.dtype, device=value.device)
-            holder[key] = like.copy_(value)
+            holder[key] = value.new_empty_strided(value.shape, wanted).copy_(value)
 
 
 def _usual(value: torch.Tensor, parameter: torch.Tensor | None) -> tuple[int, ...]:

@@ -203,11 +203,12 @@ class Protect(Callback):  # type: ignore[misc]
         pl_module.on_train_batch_end(outputs, batch, batch_idx)
         # Lightning calls it next. Nothing may stay on the module, which code copies and saves.
         of_module = vars(pl_module)
-        own = {name: of_module[name] for name in (_BATCH_END,) if name in of_module}
+        own = of_module.get(_BATCH_END)
 
         def skip_once(*_: Any) -> None:
             del of_module[_BATCH_END]
-            of_module.update(own)
+            if own is not None:
+                of_module[_BATCH_END] = own
 
         pl_module.on_train_batch_end = self._skips = skip_once
         if state.num_updates == self._updates:
