@@ -207,7 +207,6 @@ def cold_service() -> Iterator[ServiceProcess]:
     port = free_port()
     env = {
         "RAY_AUTH_MODE": "disabled",
-        "EVERSTEP_RECOVERY_WARM_POOL": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": str(Path.cwd()),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -82,11 +82,11 @@ class WorkerContext:
     is_abandoned: Callable[[], bool] = lambda: False
     """Return whether the attempt was given up although this rank's peers may live. The rank then
     leaves its step, and keeps its state, as if they were gone. Called once a step."""
-    in_process: bool = False
-    """Whether the rank may keep its state in its process when it leaves, for the next attempt."""
     hands_over: Callable[[], bool] = lambda: False
-    """Return whether the controller has asked the ranks to exit for a group that follows at once,
-    and in which processes of this one go on. Rank 0 decides by it for all."""
+    """Return whether the controller has asked the ranks to exit for a group that follows at once.
+    Rank 0 decides by it for all."""
+    on_restored: Callable[[], None] = lambda: None
+    """Called once all ranks have restored the state with which the attempt begins."""
     on_replaced: Callable[[str], None] = lambda why: None
     """Called once the storage shows that a newer attempt or submission has begun. Under a driver it
     ends the process."""

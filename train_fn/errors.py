@@ -10,6 +10,7 @@ TrainError
 ├── BadTask            a task breaks its protocol
 ├── ScriptExited       a user's script exited with another code than 0
 ├── EndedItself        a user's code called os._exit
+├── RankDied           a rank's process is gone; its host says how it ended
 ├── NumericsChanged    a node's kernels compute other bits than those of the run
 ├── SecretMissing      a secret of the spec is not on this node
 ├── StepNotWhole       a step's totals lack ranks or samples; no rank took the step
@@ -125,6 +126,10 @@ class ForkRefused(TrainError):
 
 class BadTask(TrainError):
     """A task returned something that its protocol does not allow."""
+
+
+class RankDied(TrainError):
+    """A rank's process has ended without a word. The message says how."""
 
 
 class NumericsChanged(TrainError):

@@ -123,8 +123,6 @@ _DEFAULTS = {
     "RAY_debug_dump_period_milliseconds": "60000",
     "RAY_event_stats": "0",
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "30",
-    # A forked worker starts at once, so no pool of idle workers is needed.
-    "EVERSTEP_RECOVERY_WARM_POOL": "0",
     # The embedded cluster has no autoscaler.
     "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
 }

@@ -110,10 +110,6 @@ class Driver:
             ray.kill(actor)
 
     def _fit(self, job: RankJob, history: History, client: ActorJournalClient) -> ControllerOutcome:
-        if self._settings.warm_pool:
-            threading.Thread(
-                target=self._warm_first_group, args=(job,), name="warm-up", daemon=True
-            ).start()
         return fit_until_decided(job, self._settings, history, client)
 
     def _take_settings(self, spec: RunSpec) -> None:
@@ -156,18 +152,6 @@ class Driver:
             "ranks on GPUs" if job.use_gpu else "ranks on CPUs",
         )
         return job
-
-    def _warm_first_group(self, job: RankJob) -> None:
-        from train_fn.ray_train.group.spare_processes import warm_first_group
-        from train_fn.ray_train.scaling import node_reader
-
-        read_nodes = node_reader(self._settings.probe_timeout_s, self._run_dir.storage)
-        try:
-            warm_first_group(
-                read_nodes, worker_resources(job.spec.scaling, job.use_gpu), job.max_workers
-            )
-        except Exception as exc:  # the ranks then start cold
-            logger.warning("the first ranks' processes were not started ahead: %s", exc)
 
     def _save_newest(
         self, spec: RunSpec, outcome: ControllerOutcome, client: ActorJournalClient

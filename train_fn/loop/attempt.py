@@ -7,51 +7,49 @@ group of another size, and at the end.
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
 from train_fn.checks.check import Moment
 from train_fn.context import WorkerContext
+from train_fn.errors import CheckpointFailed
 from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, require_whole
-from train_fn.loop.departure import keep_in_process, leave
+from train_fn.loop.build import build_once
+from train_fn.loop.departure import leave
 from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
 from train_fn.loop.replica import Replica
 from train_fn.loop.rescue import Rescue
 from train_fn.loop.step import run_passes
-from train_fn.loop.survivor import build_ahead, may_serve_again
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.session.report import Reporter
 from train_fn.step.nccl import group_backend
-from train_fn.step.peers import close_left_groups, leave_group
-from train_fn.step.place_watch import watching
+from train_fn.snapshots.lending import leave as leave_state
+from train_fn.step.peers import end_process_group
 from train_fn.step.precision import reproducibility
 from train_fn.tasks.protocol import step_method
 
-__all__ = ["build_ahead", "train", "train_openly"]
+__all__ = ["build_once", "train", "train_openly"]
 
 
 def train(ctx: WorkerContext, progress: RankProgress | None = None) -> Left | None:
     """Train this rank's share of every global batch. Return None when all steps are done, else the
     stop that all ranks agreed on.
 
-    If the controller has asked the ranks to make room for a group that follows at once, they keep
-    what they train in their processes, and return ``YIELDED``.
+    If the controller has asked the ranks to make room for a group that follows at once, they leave
+    what they train on their nodes, and return ``YIELDED``.
 
     Args:
         progress: a new one, which says how far the attempt got.
 
-    Raises StepFailed for whatever happened. By then the rank has left its state on its node, or
-    keeps it in its process, and has let its peers go.
+    Raises StepFailed for whatever happened. By then the rank has left its state on its node, and
+    has let its peers go.
     """
-    close_left_groups()
     progress = RankProgress() if progress is None else progress
     if ctx.spec.train.sharding == "none":  # else nodes keep pieces of every step
         progress.rescue = Rescue(ctx, progress)
     try:
-        with watching() if ctx.in_process else nullcontext():
-            left = train_openly(ctx, progress)
+        left = train_openly(ctx, progress)
         if progress.rescue is not None:
             progress.rescue.leave()
         if left == YIELDED:
@@ -241,25 +239,20 @@ def _evaluate(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> bool:
 # ---------------------------------------------------------------- hand over
 
 # How ranks make room for a group of another size that follows at once: nobody writes a checkpoint,
-# and their states stay in their processes.
+# and their states stay on their nodes.
 
 
 def hands_over(training: Training, stop: Stop) -> bool:
-    """Return whether the ranks leave without a final checkpoint, since the next group goes on in
-    processes of this one: rank 0 says so, and every process can serve it. A collective.
+    """Return whether the ranks leave without a final checkpoint, since the next group follows at
+    once: rank 0 says so. A collective.
 
     Args:
         stop: why the ranks have stopped.
     """
     ctx, replica = training.ctx, training.replica
-    if stop != "pause" or not ctx.in_process or replica.state.piece is not None:
+    if stop != "pause" or replica.state.piece is not None:
         return False  # the nodes of a smaller group may lack pieces
-    may_leave = replica.state.complete and may_serve_again(
-        training.progress.began,
-        replica.parts,
-        training.loader.processes,
-        training.loader.threads,
-    )
+    may_leave = replica.state.complete
     if ctx.world_rank == 0:
         saver = training.session.saver
         may_leave = may_leave and ctx.hands_over() and not saver.has_best_to_write
@@ -267,8 +260,9 @@ def hands_over(training: Training, stop: Stop) -> bool:
 
 
 def hand_over(progress: RankProgress) -> None:
-    """Leave an attempt that nothing broke, and keep its state in this process. All ranks are
-    between the same two steps. Raises as ``TrainState.require_sound``."""
+    """Leave an attempt that nothing broke, and its state on this node. All ranks are between the
+    same two steps. Raises as ``TrainState.require_sound``, and CheckpointFailed where the state
+    cannot be left."""
     replica, training = progress.replica, progress.training
     assert replica is not None and training is not None
     state = replica.state.state_dict()
@@ -284,8 +278,10 @@ def hand_over(progress: RankProgress) -> None:
     progress.replica = progress.training = None
     replica.let_go()
     gc.collect()
-    leave_group()
-    keep_in_process(replica, training.ctx, state)
+    end_process_group()
+    problem = leave_state(training.ctx, state)
+    if problem is not None:
+        raise CheckpointFailed(f"the state cannot be handed over: {problem}")
 
 
 # ---------------------------------------------------------------- final checkpoint

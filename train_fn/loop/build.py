@@ -1,13 +1,10 @@
-"""What a rank trains, whoever its peers are: task, data, model, optimizer and state. It may
-outlive an attempt that broke, if its process does.
-"""
+"""What a rank trains, whoever its peers are: task, data, model, optimizer and state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sections import ConstantScheduleSpec
-from storage.run_dir import Origin
-from train_fn.checks.attributes import owners_of, steppers_held, steppers_of
+from storage.run_dir import RunDir
 from train_fn.checks.fits import require_fit_for, require_fits, warnings_of
-from train_fn.checks.left_behind import own_context
 from train_fn.checks.returns import (
     checked_datasets,
     checked_model,
@@ -42,34 +37,23 @@ from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
 from train_fn.state.contents import Contents, FrozenPart, Sketch, few, sketch_weights
 from train_fn.state.optim import Ema, Optimizers, build_optimizer
 from train_fn.state.sound_state import Numerics
-from train_fn.state.train_state import TaskState, TrainState
+from train_fn.state.train_state import TrainState
 from train_fn.step.plain_attributes import PlainAttributes
-from train_fn.step.precision import build_scaler, set_modes_for_training
+from train_fn.step.precision import build_scaler, set_determinism, set_modes_for_training
 from train_fn.step.untrained import WarmUp, untrained_places
+from train_fn.tasks.builtin import build_task
 from train_fn.tasks.protocol import Task, is_iterable, loss_arguments, makes_own_steps, where
+from train_fn.user_code.modules import add_to_path
+from train_fn.user_code.packages import add_packages
 
-_MODEL, _DATASETS, _OPTIMIZER, _LAZY = 6, 9, 10, 11
+_MODEL, _TASK, _DATASETS, _OPTIMIZER, _LAZY = 6, 8, 9, 10, 11
 """Purposes of the draws while each is built (``seed_building``)."""
-
-
-@dataclass
-class Inventory:
-    """Everything that outlives an attempt in this process, and that may differ from a fresh one, by
-    name (``outliving``)."""
-
-    values: dict[str, object] | None
-    """None for more than can be compared."""
-    environment: dict[str, str]
-    directory: str
-    signals: dict[str, int]
-    settings: dict[str, object]
-    functions: dict[str, object]
 
 
 @dataclass
 class Parts:
     """What is trained on one rank, without anything that depends on its peers but the order of
-    samples, which ``begin_attempt`` renews."""
+    samples."""
 
     task: Task
     datasets: dict[str, Any]
@@ -80,69 +64,61 @@ class Parts:
     """Steps of the whole run, by which schedules go."""
     warnings: list[str]
     """Warnings about the model as it was built."""
-    built: PlainAttributes
-    """The attributes of task, modules, optimizers and scheduler as they were built, of which states
-    hold few."""
     built_weights: dict[str, Sketch]
     """Sketches of the weights as they were built that the model's ``state_dict`` leaves out."""
     every_weight: dict[str, Sketch] | None = None
     """Sketches of all weights as they were built, if a rank keeps some of their rows only."""
-    origin: Origin | None = None
-    """Submission and attempt that trained the state; None if this attempt built it."""
     numerics: Numerics | None = None
     """The fingerprint of this rank's kernels, which only weights as they were built give."""
-    moving: set[str] = field(default_factory=set)
-    """Names of the tensors that forward passes are known to change."""
-    owners: dict[str, object] = field(default_factory=dict)
-    """Objects whose plain attributes are ``built``, by name."""
-    inventory: Inventory | None = None
-    """What the process held once it had built these; None before the first pass."""
-    ignored: set[str] = field(default_factory=set)
-    """Names of those that depend on the batch alone."""
-    context: dict[ContextVar[Any], object] = field(default_factory=own_context)
-    """This thread's context variables once these were built, for the next attempt's thread."""
-    is_tried: bool = False
-    """Whether a first pass has found that the model takes the run's micro-batches."""
     flops_per_sample: float | None = None
     """As counted; None if it was not."""
 
-    @property
-    def is_kept(self) -> bool:
-        """Return whether an earlier attempt of this process has trained the state."""
-        return self.origin is not None
 
-    def begin_attempt(self, ctx: WorkerContext) -> None:
-        """Prepare these parts for the next attempt, which may have another number of ranks. An
-        earlier attempt trained them, or they were built ahead.
+@dataclass
+class Built:
+    """What the task has built, before anything is done with it."""
 
-        A step that broke may have changed what a forward pass changes beside tensors, and read
-        iterable data. So these are as built, as in a new process, and the task has its state of
-        the last step.
-        """
-        state = self.state
-        for variable, value in self.context.items():
-            variable.set(value)
-        if self.is_kept:
-            if any(map(is_iterable, filter(None, self.datasets.values()))):
-                self.datasets = build_datasets(ctx, self.task)
-            with steppers_held(state):
-                self.built.put_back()
-            TaskState(self.task).load(state.task)
-        self.train_set, self.sampler = training_data(ctx, self.task, self.datasets["train"])
-        state.sampler = self.sampler
-        if isinstance(self.train_set, StreamSet):
-            assert state.bookmarks is not None
-            state.bookmarks.forget_passed()
-            self.train_set.bookmarks = state.bookmarks
+    task: Task
+    datasets: dict[str, Any]
+    model: nn.Module
 
 
-def build_parts(ctx: WorkerContext, task: Task) -> Parts:
-    """Build everything from the task, the same on every rank."""
+_built: Built | None = None
+"""What this process had before it became a rank; None if it builds as one."""
+
+
+def was_built() -> bool:
+    """Return whether this process has what was built before it became a rank."""
+    return _built is not None
+
+
+def build_once(spec: RunSpec, run_dir: RunDir, device: torch.device) -> None:
+    """Build what the ranks of a run train, in a process from which they are forked."""
+    global _built
+    if spec.runtime_env is not None:
+        add_packages(spec.runtime_env.pip)
+    set_determinism(spec.train.wants_determinism, device)
+    _built = _new(spec, run_dir)
+
+
+def _new(spec: RunSpec, run_dir: RunDir) -> Built:
+    if spec.code is not None:
+        add_to_path(run_dir.storage, spec.code.archive)
+    seed = spec.train.seed
+    seed_building(seed, _TASK)
+    task = build_task(spec)
+    seed_building(seed, _DATASETS)
+    datasets = checked_datasets(task, task.build_datasets())
+    seed_building(seed, _MODEL)
+    return Built(task, datasets, checked_model(task, task.build_model()))
+
+
+def build_parts(ctx: WorkerContext) -> Parts:
+    """Build everything from the spec's task, the same on every rank."""
     spec, train = ctx.spec, ctx.spec.train
-    datasets = build_datasets(ctx, task)
+    built = _built if _built is not None else _new(spec, ctx.run_dir)
+    task, datasets, model = built.task, built.datasets, built.model
     contents = Contents(datasets)
-    seed_building(train.seed, _MODEL)
-    model = checked_model(task, task.build_model())
     is_gathered = train.sharding in ("full", "hybrid")
     if not is_gathered:  # else module after module goes to the device, and this rank's rows stay
         model = model.to(ctx.device)
@@ -186,7 +162,6 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         data_source=where(task, "build_datasets") if spec.code is not None else None,
         shards=shards,
     )
-    owners = {**owners_of(task, model), **steppers_of(state), **_data_of(datasets)}
     return Parts(
         task,
         datasets,
@@ -195,8 +170,6 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         state,
         total_steps,
         warnings=warnings,
-        built=PlainAttributes(owners),
-        owners=owners,
         built_weights=built_weights,
         every_weight=every_weight,
     )
@@ -206,16 +179,6 @@ def build_datasets(ctx: WorkerContext, task: Task) -> dict[str, Any]:
     """Build the task's data sets, the same on every rank."""
     seed_building(ctx.spec.train.seed, _DATASETS)
     return checked_datasets(task, task.build_datasets())
-
-
-def _data_of(datasets: dict[str, Any]) -> dict[str, object]:
-    """Return the data sets that stay as they were built, by the name to use for them. Iterable ones
-    are built anew for each attempt."""
-    return {
-        f"{name} data": data
-        for name, data in datasets.items()
-        if data is not None and not is_iterable(data) and hasattr(data, "__dict__")
-    }
 
 
 # ---------------------------------------------------------------- training data

@@ -18,7 +18,6 @@ from train_fn.checks.order import met_by_all
 from train_fn.checks.returns import check_gradients, check_moves, check_sum, uses_nothing
 from train_fn.checks.trained import GradientWatch, require_samples_kept
 from train_fn.elastic.exchange import TreeLateChanges, TreeValues
-from train_fn.errors import StateNotWhole
 from train_fn.loop.sharded import GatheredWeights, passes_named, require_forgotten
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
 from train_fn.state.contents import Sketch, few, sketch
@@ -34,13 +33,11 @@ if TYPE_CHECKING:
 
 
 class _Undoing:
-    """Put everything back after a first pass, also after one that failed. Raise StateNotWhole, and
-    leave the state incomplete, if a run's state cannot be put back."""
+    """Put everything back after a first pass, also after one that failed."""
 
     def __init__(self, replica: Replica, places: list[TensorPlace], *, is_fresh: bool) -> None:
-        parts, self._replica = replica.parts, replica
-        moving = parts.moving if parts.is_kept else None
-        self.warm_up = WarmUp(replica.state.model, places, is_fresh=is_fresh, moving=moving)
+        self._replica = replica
+        self.warm_up = WarmUp(replica.state.model, places, is_fresh=is_fresh)
         self.attributes = PlainAttributes(owners_of(replica.task, replica.state.model))
 
     def __enter__(self) -> _Undoing:
@@ -52,14 +49,12 @@ class _Undoing:
         state = self._replica.state
         if kind is not None and not self._was_complete:
             return  # nothing to lose
-        lost = self.warm_up.put_back()
+        self.warm_up.put_back()
         changed = self._replica.changed_by_pass = self.attributes.changed()
         self._replica.task_state.load(state.task)
         if kind is None:
             warn_of_unsaved(self._replica.warn, changed, self.attributes)
         self.attributes.put_back()
-        if lost:
-            raise StateNotWhole(state.step, f"the first pass of the attempt changed {few(lost)}")
         state.complete = self._was_complete
 
 
@@ -81,15 +76,12 @@ def run_first_pass(
         indices: of the samples in ``batch``.
         is_fresh: whether no state is loaded afterwards.
     """
-    state, peers, parts = replica.state, replica.peers, replica.parts
+    state, peers = replica.state, replica.peers
     places = untrained_places(state.model, replica.parameters)
     with _Undoing(replica, places, is_fresh=is_fresh) as undoing:
         moving, ignored, runs_again = _pass_and_check(
             replica, batch, loaded, indices, places, undoing.warm_up
         )
-    names = [place.name for place in places]
-    moving |= {number for number, name in enumerate(names) if name in parts.moving}
-    ignored |= {number for number, name in enumerate(names) if name in parts.ignored}
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
     build = partial(
@@ -171,11 +163,11 @@ def _pass_and_check(
 
 def _note_numerics(replica: Replica, loss_sum: torch.Tensor) -> None:
     """Note the fingerprint of this rank's kernels, where the weights are as they were built."""
-    if not torch.are_deterministic_algorithms_enabled() or replica.parts.is_kept:
+    if not torch.are_deterministic_algorithms_enabled():
         return
     averaged_over = 1 if replica.exchange is not None else replica.peers.world_size
-    if (replica.beside_kept and averaged_over > 1) or replica.shards is not None:
-        averaged_over = NOT_COMPARED  # with others' weights, or of a few rows
+    if replica.shards is not None:
+        averaged_over = NOT_COMPARED  # of a few rows
     replica.parts.numerics = numerics_of(loss_sum.detach(), replica.parameters, averaged_over)
 
 

@@ -152,8 +152,7 @@ class OwnUpdates:
     def join(self, replica: Replica) -> VolatileBuffers:
         """Return what may change in a step, which counts as one forward pass: any buffer of the
         model. No step is tried before the first one: it would change the optimizers."""
-        if not replica.parts.is_kept:
-            replica.state.task = replica.task_state.capture()
+        replica.state.task = replica.task_state.capture()
         places = untrained_places(replica.state.model, replica.parameters)
         buffers = [number for number, place in enumerate(places) if place.is_buffer]
         return VolatileBuffers(places, buffers, (), self._peers, replica.state.carry)

@@ -33,7 +33,13 @@ from train_fn.checks.trained import (
 from train_fn.context import WorkerContext
 from train_fn.elastic.exchange import Exchange
 from train_fn.errors import BadTask
-from train_fn.loop.build import Parts, build_parts, exchanges_in_forward, optimizer_source
+from train_fn.loop.build import (
+    Parts,
+    build_parts,
+    exchanges_in_forward,
+    optimizer_source,
+    was_built,
+)
 from train_fn.loop.first_pass import run_first_pass, try_pieces
 from train_fn.loop.own_step import OwnUpdates, own_updates
 from train_fn.loop.sharded import read_past_a_call
@@ -47,11 +53,9 @@ from train_fn.state.train_state import TaskState, TrainState
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.fingerprints import Fingerprints
 from train_fn.step.peers import Peers, UsedParameters, fill_gradients, finish_exchange
-from train_fn.step.precision import Precision, autocast, keep_determinism, set_determinism
+from train_fn.step.precision import Precision, autocast, set_determinism
 from train_fn.step.report_sums import ReportSums, StepPlans
-from train_fn.tasks.builtin import build_task
 from train_fn.tasks.protocol import Sum, Task, loss_arguments, step_method, where
-from train_fn.user_code.modules import add_to_path
 from train_fn.user_code.packages import bring_packages
 
 # ---------------------------------------------------------------- step module
@@ -185,9 +189,6 @@ def empty_like(batch: Any) -> Any:
 
 logger = logging.getLogger(__name__)
 
-_TASK = 8
-"""Purpose of the draws while the task is built (``seed_building``)."""
-
 
 @dataclass
 class Replica:
@@ -266,9 +267,6 @@ class Replica:
             self.ctx, self.peers, self.state, self.trained, self.fingerprints, source
         )
         self.checks = Checks(_checks_of(self))
-        self.beside_kept = False
-        """Whether a rank of the attempt has kept its state, so that the first pass sums gradients
-        of several weights."""
         self.before_hook: str | None = None
         """Digest of the state before the task's ``on_epoch_end``, which runs; None if it does not.
         """
@@ -278,22 +276,20 @@ class Replica:
         """Return the order of a sharded model's calls in the first two steps; else None."""
         return self.order if self.state.step < self.together.begun_at + 2 else None
 
-    def join(self, *, is_fresh: bool = False) -> None:
+    def join(self, *, is_fresh: bool = False, begins: bool = True) -> None:
         """Connect the replica to its peers, and run one backward pass whose gradients are dropped.
 
         DDP orders its buckets, and so the summation, by the first backward pass that it sees. Every
         attempt runs this one before the state is loaded, so that a resumed run sums in the same
-        order as one that was never interrupted. A state that this process has kept is put back bit
-        by bit, also if the pass fails.
+        order as one that was never interrupted.
 
         Args:
             is_fresh: whether no state is loaded afterwards.
+            begins: whether the run begins here, so that nobody has tried its micro-batches yet.
         """
-        known = (kernels(self.peers.device), self.parts.flops_per_sample)
-        kinds, counts = zip(*self.peers.gather(known), strict=True)
+        kinds = self.peers.gather(kernels(self.peers.device))
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         self.together.must_agree = len(set(kinds)) == 1 and is_deterministic
-        self.parts.flops_per_sample = next(filter(None, counts), None)
         if self.own_updates is not None:
             self.wrapped = self.step_module
             self.volatile = self.own_updates.join(self)
@@ -317,15 +313,12 @@ class Replica:
         else:
             self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         loaded = sketch(batch)
-        if not self.parts.is_kept:
-            self.state.task = self.task_state.capture()
-            # Unless a pass ahead has done both with the same samples. A peer may know the count.
-            if not self.parts.is_tried:
-                if self.shards is None and self.parts.flops_per_sample is None:
-                    flops = counted_flops(self.task, self.state.model, batch, len(first))
-                    self.parts.flops_per_sample = flops
-                try_pieces(self, batch, len(first))
-                self.parts.is_tried = True
+        self.state.task = self.task_state.capture()
+        if self.shards is None:
+            flops = counted_flops(self.task, self.state.model, batch, len(first))
+            self.parts.flops_per_sample = flops
+        if begins:
+            try_pieces(self, batch, len(first))
         self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)
         if self.exchange is not None:
             self.exchange.watch()
@@ -439,30 +432,13 @@ def _checks_of(replica: Replica) -> list[Check]:
     return [*checks, SameAfterStep(replica.peers, state)] if has_hook else checks
 
 
-def new_parts(ctx: WorkerContext) -> Parts:
-    """Build the spec's task, and everything from it."""
-    spec, train = ctx.spec, ctx.spec.train
-    if spec.code is not None:
-        add_to_path(ctx.run_dir.storage, spec.code.archive)
-    seed_building(train.seed, _TASK)
-    return build_parts(ctx, build_task(spec))
-
-
-def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
-    """Build the replica from the spec, the same on every rank. Nothing is exchanged yet.
-
-    Args:
-        parts: what an earlier attempt of this process has trained, or what was built ahead; None to
-            build it.
-    """
+def build_replica(ctx: WorkerContext) -> Replica:
+    """Build the replica from the spec, the same on every rank. Nothing is exchanged yet."""
     spec, train = ctx.spec, ctx.spec.train
     bring_packages(ctx)  # all ranks wait there for those that are new
-    if parts is None:
+    if not was_built():
         set_determinism(train.wants_determinism, ctx.device)  # the build may choose otherwise
-        parts = new_parts(ctx)
-    else:
-        keep_determinism()
-        parts.begin_attempt(ctx)
+    parts = build_parts(ctx)
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
     sums = ReportSums(peers)
     allows_unused = train.unused_parameters == "allow"

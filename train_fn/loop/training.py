@@ -3,9 +3,8 @@ attempt got."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,17 +20,14 @@ from train_fn.loop.own_step import OwnStep
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.sharded import ShardedStep
 from train_fn.loop.step import StepExchange, TreeStep
-from train_fn.loop.survivor import Beginning, Survivor, Vacated, note_inventory, take
 from train_fn.samples.loader import Loader
 from train_fn.session.report import speed_of
 from train_fn.session.restore import Restored
 from train_fn.session.session import Session
-from train_fn.snapshots import store
 from train_fn.snapshots.election import sweep_forgotten
 from train_fn.state.contents import sketch_weights
 from train_fn.state.tensor_tree import size_bytes
-from train_fn.step.peers import Peers, bucket_sizes
-from train_fn.step.place_watch import refusing
+from train_fn.step.peers import bucket_sizes
 from train_fn.step.profiler import StepProfiler
 from train_fn.step.timing import StepClock, StragglerWatch
 from train_fn.tasks.protocol import where
@@ -58,10 +54,6 @@ class RankProgress:
     """Seconds of this rank's own work in the last step."""
     rescue: Rescue | None = None
     """Keeps the state where this thread cannot."""
-    began: Beginning = field(default_factory=Beginning)
-    """What the process had before the attempt."""
-    survivor: Survivor | None = None
-    """What an earlier attempt of this process has kept, until the state of this one counts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,23 +94,16 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     A collective. Records in ``progress`` what exists so far, also where it fails on the way.
     """
     sweep_forgotten(ctx)
-    held = take(ctx)
-    progress.survivor = survivor = held if isinstance(held, Survivor) else None
-    parts = None if held is None else held.parts
-    of_ranks = Peers(ctx.world_rank, ctx.world_size, ctx.device).gather(
-        None if parts is None else survivor is not None
-    )
-    with refusing(parts is None and any(has_built is not None for has_built in of_ranks)):
-        replica = build_replica(ctx, parts)
+    replica = build_replica(ctx)
     progress.replica = replica
     require_best_metric(replica.task, replica.val_set, ctx.spec.checkpoint)
     if ctx.spec.checkpoint.safetensors:
         require_safetensors(replica.state.model.state_dict())
     progress.phase = "restore"
     session = Session(ctx, replica.state, replica.peers, int(ctx.spec.train.heirs))
-    restore(session, replica, survivor, has_kept=[found is True for found in of_ranks])
+    restore(session, replica)
     source = session.restored.source
-    progress.is_restored, progress.survivor = True, None
+    progress.is_restored = True
     ctx.report_state_bytes(size_bytes(replica.state.state_dict()))
     if progress.rescue is not None:
         progress.rescue.prepare()
@@ -130,52 +115,39 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     if source == "checkpoint":
         replica.state.parent = session.restored.checkpoint
     progress.training = training = _build(session, progress, replica)
-    if ctx.in_process:
-        note_inventory(replica.parts, held if isinstance(held, Vacated) else None)
     return training
 
 
-def restore(
-    session: Session, replica: Replica, survivor: Survivor | None, has_kept: Sequence[bool]
-) -> None:
+def restore(session: Session, replica: Replica) -> None:
     """Join the peers and restore the newest trustworthy state. On return it is the same on every
     rank. A collective.
 
-    Args:
-        survivor: what this process has kept of an earlier attempt; the replica is built of it.
-        has_kept: whether each rank has kept something.
-
     Raises:
-        StateNotWhole: the ranks go on from an older state than one that a process has kept, so that
-            they need new processes.
         DataChanged: the data is not the same on all ranks, or not what the state was trained on.
         BadTask: the model is not the same on all ranks.
         ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
         StorageError: the storage does not answer, or has lost all checkpoints that the run had.
     """
     ctx, state = session.ctx, replica.state
-    replica.beside_kept = any(has_kept)
-    if not all(has_kept):  # else an attempt before has compared them
-        check_data(replica.peers, state, replica.warn)
+    check_data(replica.peers, state, replica.warn)
 
     def join(restored: Restored) -> None:
         is_fresh = restored.source == "fresh"
-        if not all(has_kept):
-            built, source = replica.parts.built_weights, where(replica.task, "build_model")
-            if is_fresh:
-                every = replica.parts.every_weight
-                built = sketch_weights(state.model, all_of_it=True) if every is None else every
-            check_model(replica.peers, source, built, fresh=is_fresh)
-        replica.join(is_fresh=is_fresh)
+        built, source = replica.parts.built_weights, where(replica.task, "build_model")
+        if is_fresh:
+            every = replica.parts.every_weight
+            built = sketch_weights(state.model, all_of_it=True) if every is None else every
+        check_model(replica.peers, source, built, fresh=is_fresh)
+        replica.join(is_fresh=is_fresh, begins=restored.source in BEGINNINGS)
 
     adopt_origin = partial(adopt, into=state, ctx=ctx)
-    kept = None if survivor is None else survivor.described.result()
-    session.restore(adopt_origin, before_load=join, kept=kept)
-    store.supersede()
+    session.restore(adopt_origin, before_load=join)
     replica.together.begun_at = state.step
     replica.task_state.load(state.task)
     replica.volatile.renew()
     check_numerics(ctx, replica.peers, state, replica.parts.numerics)
+    replica.peers.gather(None)  # nobody reads any more
+    ctx.on_restored()
     session.announce()
 
 

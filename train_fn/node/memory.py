@@ -9,9 +9,10 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 
@@ -67,6 +68,8 @@ logger = logging.getLogger(__name__)
 
 def _free_or_own(device: torch.device) -> tuple[int, int]:
     """Return the bytes of a GPU that are free or kept by torch in this process, and all bytes."""
+    import torch
+
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device), total
 
@@ -106,7 +109,11 @@ def wait_for_free_memory(
 def memory_summary(cause: BaseException, device: torch.device) -> str | None:
     """Return who held the memory of ``device`` when ``cause`` was raised, in words; None unless a
     GPU was too small."""
-    if device.type != "cuda" or not isinstance(cause, torch.OutOfMemoryError):
+    if device.type != "cuda":
+        return None
+    import torch
+
+    if not isinstance(cause, torch.OutOfMemoryError):
         return None
     try:
         free, total = torch.cuda.mem_get_info(device)

@@ -15,21 +15,15 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from torch._C._distributed_c10d import (
-    DebugLevel,
-    TCPStore,
-    get_debug_level,
-    set_debug_level,
-    set_debug_level_from_env,
-)
 
 from everstep.doctor.nodes import GLOO_VARIABLE, NCCL_VARIABLE, lets_through
 
-_rendezvous: Final[Any] = importlib.import_module("torch.distributed.rendezvous")
-"""A module: ``torch.distributed.rendezvous`` as an attribute is a function."""
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
 
 
 def interface_problem(
@@ -72,6 +66,8 @@ def meet_on_the_clusters_network(ip: str) -> None:
 def store_at(ip: str, timeout: timedelta) -> TCPStore:
     """Open a store that listens on this address only, at a free port. By itself torch's would
     listen on every address of the node."""
+    from torch._C._distributed_c10d import TCPStore
+
     with listen_at(ip) as listening:
         port = listening.getsockname()[1]
         return TCPStore(
@@ -90,7 +86,11 @@ def meet_at_the_given_address() -> None:
 
     If the address is not this node's, or the port is taken, torch does as ever.
     """
-    original = getattr(_rendezvous, "_create_c10d_store", None)
+    from torch._C._distributed_c10d import TCPStore
+
+    # A module: as an attribute, ``torch.distributed.rendezvous`` is a function.
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    original = getattr(rendezvous, "_create_c10d_store", None)
     if original is None or getattr(original, "__module__", None) == __name__:
         return  # a version of torch without it; or an earlier attempt has been here
 
@@ -121,7 +121,7 @@ def meet_at_the_given_address() -> None:
                 master_listen_fd=listening.detach(),
             )
 
-    _rendezvous._create_c10d_store = create
+    rendezvous._create_c10d_store = create
 
 
 def listen_at(host: str, port: int = 0) -> socket.socket:
@@ -311,6 +311,13 @@ def take_debug_level(*, over_nccl: bool) -> None:
     environment. Over gloo DETAIL becomes INFO: with the wrapper that DETAIL puts around gloo's
     process group torch's DDP (2.13) ends in a segmentation fault.
     """
+    from torch._C._distributed_c10d import (
+        DebugLevel,
+        get_debug_level,
+        set_debug_level,
+        set_debug_level_from_env,
+    )
+
     try:
         set_debug_level_from_env()
     except (RuntimeError, ValueError) as exc:
@@ -321,8 +328,9 @@ def take_debug_level(*, over_nccl: bool) -> None:
 
 def lowered_level() -> str | None:
     """Return what the run's user should know where this process takes DETAIL for INFO."""
-    is_lowered = os.environ.get(_VARIABLE) == "DETAIL" and (get_debug_level() != DebugLevel.DETAIL)
-    if not is_lowered:
+    from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+    if os.environ.get(_VARIABLE) != "DETAIL" or get_debug_level() == DebugLevel.DETAIL:
         return None
     return (
         f"{_VARIABLE}=DETAIL is taken for INFO: over gloo torch's DDP crashes with DETAIL. Set it "

@@ -6,20 +6,16 @@ import argparse
 import contextlib
 import json
 import logging
-import math
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from train_fn.node.device import Product, compare_products, kernels
-from train_fn.node.network import interface_problem, listen_at
-from train_fn.node.node_dir import shared_memory_root
+from train_fn.node.link_time import LINK_BYTES, best_time
+from train_fn.node.network import interface_problem
+from train_fn.node.node_dir import own_temporary_dir, shared_memory_root
 
 # ---------------------------------------------------------------- fitness
 
@@ -98,72 +95,24 @@ def wrong(found: Sequence[NodeFigures]) -> dict[int, list[str]]:
     return problems
 
 
-# ---------------------------------------------------------------- link time
-
-# Time how long a block of bytes takes from one node to another: one end receives it, the other
-# sends it and waits for an answer.
-#
-# It uses plain sockets, so that it works before there is a process group. It is limited in time,
-# since a network may drop all that is sent.
-
-_CHUNK_BYTES = 1 << 16
-
-
-def take_in(ip: str, timeout_s: float) -> tuple[str, int]:
-    """Receive the blocks of one sender, in a thread that ends with it or after ``timeout_s`` of
-    silence. Return the address to send to.
-
-    Raises OSError if ``ip`` is not this node's.
-    """
-    listener = listen_at(ip)
-    listener.settimeout(timeout_s)
-    threading.Thread(
-        target=_take_in, args=(listener, timeout_s), name="link-time", daemon=True
-    ).start()
-    return ip, int(listener.getsockname()[1])
-
-
-def pass_time(address: tuple[str, int], timeout_s: float) -> float | None:
-    """Return the seconds in which a block of ``LINK_BYTES`` reached ``address``, the best of
-    several; None if one took too long."""
-    try:
-        with socket.create_connection(address, timeout_s) as connection:
-            return best_time(partial(_pass_block, connection, bytes(LINK_BYTES)))
-    except OSError:
-        return None
-
-
-def _pass_block(connection: socket.socket, block: bytes) -> None:
-    connection.sendall(block)
-    if not connection.recv(1):
-        raise ConnectionResetError("the other end has closed")
-
-
-def _take_in(listener: socket.socket, timeout_s: float) -> None:
-    with listener, contextlib.suppress(OSError):
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(timeout_s)
-            received = 0
-            while data := connection.recv(_CHUNK_BYTES):
-                received += len(data)
-                if received % LINK_BYTES == 0:
-                    connection.sendall(b".")
-
-
 # ---------------------------------------------------------------- preflight
 
 MEMORY_BYTES = 16 << 20
 DISK_BYTES = 8 << 20
-LINK_BYTES = 4 << 20
 SUM_BYTES = (4 << 10, 1 << 20, 16 << 20)
 """Sizes of the all-reduces, one after the other."""
-REPEATS = 3
-"""The best of so many times counts, so that other load of the moment does not."""
 KEPT_FREE_BYTES = 1 << 30
 """Least free space on the temporary disk and in shared memory, and least free memory."""
 CHECK_S = 60.0
 """Longest check in a process of its own, which imports torch first."""
+
+
+def check_own(rank: int, use_gpu: bool) -> NodeFigures:
+    """Check this node, as a rank does."""
+    directory = own_temporary_dir()
+    if use_gpu:
+        return check_in_new_process(rank, "cuda", directory)
+    return check_node(rank, torch.device("cpu"), directory)
 
 
 def check_node(rank: int, device: torch.device, directory: Path) -> NodeFigures:
@@ -254,17 +203,6 @@ def _enter(figures: NodeFigures, name: str, action: Callable[[], None]) -> None:
         figures.seconds[name] = best_time(action, enough_s=NOTICEABLE_S)
     except (OSError, RuntimeError, ValueError) as exc:
         figures.problems.append(f"{name}: {exc}")
-
-
-def best_time(action: Callable[[], None], enough_s: float = 0.0) -> float:
-    """Return the seconds of the fastest of several runs, or of the first that took less than
-    ``enough_s``. An action must wait for its device."""
-    times: list[float] = []
-    while len(times) < REPEATS and min(times, default=math.inf) >= enough_s:
-        began = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - began)
-    return min(times)
 
 
 def _check(right: bool, problem: str) -> None:

@@ -40,6 +40,8 @@ class AttemptLog:
         self.world_size = 0
         self.nodes = set(engine.history.nodes)
         """Ids of all nodes that ever ran ranks of the run: their snapshots may be there."""
+        self._built_apart: dict[str, str] = {}
+        """Why ranks build for themselves, by node."""
         self.is_open = False
         """Whether the attempt's start was reported, but not its end."""
         self._last_step_before = engine.history.last_step
@@ -89,13 +91,17 @@ class AttemptLog:
             last_step = self.journal.last_step
         self.journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": last_step})
 
-    def fell_back(self, reason: str) -> None:
-        """Report that the attempt failed in processes of earlier ranks, so that fresh ones follow.
-        The failure from which it was to recover, if any, is still open."""
-        logger.warning("attempt %d goes on in fresh processes: %s", self.attempt, reason)
-        self.journal.emit(EventKind.FELL_BACK, {"rung": Rung.IN_PROCESS.value, "reason": reason})
-        if self.is_open:
-            self.ended(EventKind.FELL_BACK.value)
+    def built(self, ready: Sequence[RankReady], metas: Sequence[Any]) -> None:
+        """Say where ranks build for themselves, and why."""
+        found = {
+            meta.node_id: rank.why_not
+            for rank, meta in zip(ready, metas, strict=True)
+            if rank.why_not is not None
+        }
+        if found and found != self._built_apart:
+            self._built_apart = found
+            why = sorted(set(found.values()))
+            logger.warning("each rank builds the task for itself, in each attempt: %s", why[0])
 
     @property
     def has_stepped(self) -> bool:

@@ -23,7 +23,7 @@ from train_fn.ray_train.failure_policy import EvidencePolicy
 from train_fn.ray_train.group.factory import GroupFactory
 from train_fn.ray_train.group.patience import StackReports
 from train_fn.ray_train.group.placement import Placement
-from train_fn.ray_train.group.spare_processes import Recruits, WarmPool
+from train_fn.ray_train.group.recruits import Recruits
 from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.ray_checkpoints import ListTrimmer
 from train_fn.ray_train.ray_internals import (
@@ -73,7 +73,13 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._placement = Placement(job.run_dir.run_id)
         self._sizes = self._new_sizes(train_run_context.scaling_config)
         self.worker_group_cls = GroupFactory(
-            engine, self._attempt_log, self._placement, self._nodes, self._on_new, self._on_started
+            engine,
+            self._attempt_log,
+            self._placement,
+            self._nodes,
+            self._on_new,
+            self._on_started,
+            lambda: self._driver.is_leaving or self._journal.stop_requested is not None,
         )
         self._yielding = YieldRequest(
             self._settings,
@@ -93,13 +99,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._checkpoint_list = ListTrimmer(job.run_dir, self._checkpoint_manager)
         self._log = collect_log("train_fn", "ray.train")
         watch_peers(ray.util.get_node_ip_address(), self._settings.silent_peer_s)
-        self._pool = WarmPool(
-            self._settings,
-            self._nodes.recent,
-            train_run_context.scaling_config._resources_per_worker_not_none,
-        )
-        if self._settings.warm_pool:
-            self._pool.start()
         self._driver.start()
 
     def _new_sizes(self, scaling_config: Any) -> LiveScalingPolicy:
@@ -127,11 +126,11 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return own or (log.journal.phase(log.attempt) is not None and log.has_stepped)
 
     def _recruits(self) -> Recruits | None:
-        """Return what makes processes for ranks that join; None if no process stays for them."""
+        """Return what makes hosts for ranks that join; None if none stays for them."""
         groups = self.worker_group_cls
-        if not groups.in_process:
+        if not groups.keeps_hosts:
             return None
-        return Recruits(self._engine, self._placement, self._nodes, groups.survivors)
+        return Recruits(self._engine, self._placement, self._nodes, groups.hosts)
 
     def _new_failures(self, failure_config: Any) -> EvidencePolicy:
         """Return the failure policy."""
@@ -168,7 +167,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
 
     def outcome(self) -> ControllerOutcome:
         """Return how the submission ended. Call this once, after ``run`` has returned."""
-        self._pool.stop()
         self._placement.release()
         answers = self._journal.flush(FLUSH_S)
         final = self._failures.final
@@ -268,16 +266,17 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return True
 
     def _shutdown_worker_group(self) -> None:
-        """Shut the group down, and report the end of its attempt unless the next driver does. Ranks
-        that made room for another group may keep their processes for it."""
+        """Shut the group down, and report the end of its attempt unless the next driver does. The
+        hosts of ranks that made room for another group stay for it."""
         is_followed = isinstance(self.get_state(), SchedulingState)
         if (
             self._attempt_log.is_open  # else its failure was judged
-            and self.worker_group_cls.in_process
+            and self.worker_group_cls.keeps_hosts
             and (is_followed or self._yielding.asked)
         ):
             # Nobody has saved what they have handed over, whoever goes on with it.
-            self._worker_group.keep_all(apart_from=self._sizes.draining)
+            ranks = range(len(self._worker_group.get_workers()))
+            self._worker_group.keep_hosts(dict.fromkeys(ranks, math.inf))
         if self._attempt_log.is_open and not self._driver.is_leaving:
             self._attempt_log.recovery = None
             if isinstance(self.get_state(), ShuttingDownState):
@@ -289,7 +288,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         super()._shutdown_worker_group()
         if not is_followed:
             self._yielding.reset()
-            self.worker_group_cls.survivors.end()
+            self.worker_group_cls.hosts.end()
 
     # -- called by its parts
 
@@ -309,7 +308,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
 
     def _on_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
         self._attempt_log.started(workers)
-        self._pool.note_ranks(group.processes_by_node())
 
 
 # ---------------------------------------------------------------- yield request

@@ -32,7 +32,6 @@ from train_fn.ray_train.scaling import LiveNodes, LiveScalingPolicy
 from train_fn.recovery.decision import Decision, budget_of, decide
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.launch import Engine
-from train_fn.recovery.staying import falls_back, kept_steps, ranks_to_insure, stays_in_process
 from train_fn.recovery.verdict import Judgement, judge
 
 logger = logging.getLogger(__name__)
@@ -146,12 +145,6 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             control_error=None if isinstance(error, WorkerGroupError) else str(error),
         )
         judgement = judge(evidence)
-        if running and self._falls_back(judgement):
-            why = judgement.exception or "the ranks did not come to a step there"
-            if self._attempt_log.has_stepped:
-                self._attempt_log.recovery = None
-            self._attempt_log.fell_back(why)
-            return FailureDecision.RETRY
         self._decision = decide(
             judgement,
             self._attempt_log.failures,
@@ -167,8 +160,8 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         if reports and judgement.first_rank is None and judgement.verdict in _OF_A_PATH:
             self._groups.links.suspect(judgement.pairs)
         self._ask_for_oom_kill(judgement, self._decision)
-        if running and stays_in_process(judgement, self._decision):
-            self._keep_survivors(reports)
+        if running:
+            self._keep_hosts(reports)
         self._sizes.back_off(max(self._decision.backoff_s, 0.0 if running else _RELEASE_S))
         return FailureDecision.RETRY if self._decision.restart else FailureDecision.RAISE
 
@@ -179,21 +172,17 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             return group.wait_for_survivors(self._patience_s)
         return self._groups.last.start_reports if self._groups.last is not None else ()
 
-    def _falls_back(self, judgement: Judgement) -> bool:
-        """Return whether fresh processes are tried before anybody is blamed."""
+    def _keep_hosts(self, reports: tuple[RankReport, ...]) -> None:
+        """Let the hosts of the ranks serve the next attempt."""
         group = self._current_group()
-        return falls_back(
-            judgement,
-            self._attempt_log.failures,
-            has_stayed=group is not None and group.num_stayed > 0,
-            has_stepped=self._attempt_log.has_stepped,
-        )
-
-    def _keep_survivors(self, reports: tuple[RankReport, ...]) -> None:
-        """Let ranks that merely lost a peer keep their processes."""
-        group = self._current_group()
-        if group is not None and self._groups.in_process:
-            group.keep(kept_steps(reports), ranks_to_insure(reports))
+        if group is not None and self._groups.keeps_hosts:
+            group.keep_hosts(
+                {
+                    report.rank: report.left_step
+                    for report in reports
+                    if report.left_step is not None
+                }
+            )
 
     def _ask_for_oom_kill(self, judgement: Judgement, decision: Decision) -> None:
         """Ask the node of a lost rank for the cause, in parallel to the recovery. The answer is

@@ -15,13 +15,14 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from everstep.spec.run_spec import RunSpec
 from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.journal_actor import NAMESPACE, controller_name
-from train_fn.ray_train.rank import run_rank
+from train_fn.ray_train.rank_group import RankGroupConfig
 from train_fn.ray_train.ray_checkpoints import KeepCheckpointList
 from train_fn.ray_train.ray_internals import (
     RAY_NODE_ID_KEY,
     DatasetsCallback,
     PlacementGroupCleanerCallback,
 )
+from train_fn.ray_train.worker_actor import run_rank
 from train_fn.recovery.launch import ControllerOutcome, Engine
 from train_fn.recovery.sizing import worker_resources
 from train_fn.step.nccl import group_backend
@@ -42,10 +43,11 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
 
     def __init__(self, engine: Engine) -> None:
         job, settings = engine.job, engine.settings
+        config_of = TorchConfig if job.spec.runs_own_function else RankGroupConfig
         super().__init__(
             run_rank,
             train_loop_config={"job": job},
-            torch_config=TorchConfig(
+            torch_config=config_of(
                 backend=group_backend(torch.device("cuda" if job.use_gpu else "cpu")),
                 timeout_s=settings.collective_timeout_s,
             ),

@@ -1,66 +1,52 @@
-"""The actor of a rank: Ray Train's worker with Everstep's launch and orderly end."""
+"""The host of a rank: Ray Train's worker, which runs no code of the user's and imports no torch.
+
+It stays from one attempt to the next, and has a process forked for each of them
+(``train_fn/ranks``). A Ray Train function or script of the user's runs in the host itself, whose
+process then serves one attempt.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
+import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-import psutil
 import ray
-import torch
+import ray.train
+from ray.train._internal.utils import get_address_and_port
 
-from train_fn.context import WorkerContext
-from train_fn.errors import AsksForPeers, BuiltByHalves, CannotBuild
-from train_fn.journal.rank_log import listen
-from train_fn.journal.server import LocalJournal
-from train_fn.node.memory import look_for_oom, oom_kills, wait_for_free_memory
+from storage.run_dir import RunDir
+from train_fn.errors import CannotBuild, RankDied
+from train_fn.node.link_time import pass_time, take_in
+from train_fn.node.memory import look_for_oom, oom_kills
 from train_fn.node.network import interface_problem
-from train_fn.node.node_check import versions
-from train_fn.node.node_dir import own_temporary_dir
-from train_fn.node.preflight import (
-    NodeFigures,
-    check_in_new_process,
-    check_node,
-    pass_time,
-    take_in,
-)
 from train_fn.node.probe import accepts_connection
-from train_fn.node.secrets import process_redactor, secrets_set
-from train_fn.node.usage import set_threads
-from train_fn.ray_train import rank_process
-from train_fn.ray_train.rank import loop_of
-from train_fn.ray_train.ray_internals import (
-    RayTrainWorker,
-    TrainContext,
-    get_train_context,
-)
-from train_fn.recovery.hang import CollectiveCounts
-from train_fn.recovery.launch import RankJob, RankLaunch
-from train_fn.snapshots import store
-from train_fn.step.nccl import collective_counts
-from train_fn.step.place_watch import watch
-from train_fn.storage_proof import prove_ahead
+from train_fn.ranks.fork import Zygotes
+from train_fn.ranks.orders import BuildOrder, RankFacts
+from train_fn.ray_train.journal_actor import deliver_to
+from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
+from train_fn.recovery.launch import Meeting, Place, RankJob, RankLaunch
 
 WATCH = "watch"
 """Concurrency group of ``watch``, which waits while other calls run."""
 KEPT = "kept"
-"""Concurrency group of the calls about the state that the process keeps. They must be answered
-while the start of a group hangs in this process, one of them while another writes the state."""
+"""Concurrency group of the calls that end a rank and ask for its state. They must be answered while
+a call to a rank that is stopped waits."""
 _LOOK_S = 0.005
-_TELLS_A_PLACE = (
-    "get_world_rank",
-    "get_world_size",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_node_rank",
-)
-"""Methods of Ray's context that tell a rank its place."""
+_GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_REPORTS_TAKEN_S = 30.0
+"""Longest wait for Ray Train to take a rank's last reports."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,51 +60,149 @@ class RankEnd:
     kept_step: int | None = None
     """Step whose state is already on the node while the training function still runs."""
     state_bytes: int = 0
-    """Size of the state that the rank writes on its node."""
-    stays_at: int | None = None
-    """Step of the state that the rank keeps in its process."""
+    """Size of the state that the rank leaves on its node."""
 
 
 @dataclass(frozen=True)
 class RankReady:
-    """Describe a prepared rank: the versions on its node, and the start of its process as Unix time
-    in seconds."""
+    """Describe a prepared rank and its node."""
 
     versions: dict[str, str]
-    born_at: float
+    host_pid: int
     oom_kills: int | None
     """Processes that the OOM killer had ended on the node by then; None if unknown."""
+    how: str
+    """How the process began: ``built``, with what its task has built once on the node,
+    ``imports``, or ``host``."""
+    why_not: str | None = None
+    """Why it has not what was built once."""
     problem: str | None = None
     """Why ranks on the node cannot reach their peers, if this is known before they try."""
 
 
+class Rank(Protocol):
+    """A rank's process, as its host uses it."""
+
+    pid: int
+    how: str
+
+    def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call a function of ``train_fn/ranks/main.py`` in the rank. Raises RankDied."""
+
+    def kill(self) -> None:
+        """End the process at once."""
+
+    def close(self) -> None:
+        """End the process, and forget it."""
+
+
+class _Told:
+    """What a rank has told its host in one attempt."""
+
+    def __init__(self) -> None:
+        self.news = threading.Event()
+        """A report waits to be taken, or ``trained`` is set."""
+        self.trained = threading.Event()
+        self.state_bytes = 0
+        self.kept: int | None = None
+        """Step whose state was left on this node before the training thread was freed."""
+        self.raised: BaseException | None = None
+        """An error that the training function cannot raise itself."""
+
+    def over(self) -> None:
+        self.trained.set()
+        self.news.set()
+
+
+_present: EverstepTrainWorker | None = None
+
+
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
-    """Run a rank. The actor has no runtime_env, so that a forked or idle process with torch
-    imported can run it.
+    """Host a rank. The actor has no runtime_env, so that any idle process can run it."""
 
-    ``prepare`` sets its environment.
-    """
+    def __init__(self) -> None:
+        global _present
+        super().__init__()
+        _present = self
+        self._zygotes = Zygotes(ray.get_runtime_context().get_node_id())
+        self._meets_to_report = True
+        self._figures: Any = None
+        self._versions: dict[str, str] | None = None
+        self._launch: RankLaunch | None = None
+        self._rank: Rank | None = None
+        self._lender: Rank | None = None
+        """The rank of an earlier attempt whose state others read from its memory."""
+        self._lends: int | None = None
+        """Step of the state that the present rank lends, or the lender if there is none."""
+        self._told = _Told()
+        self._journal: Callable[..., Any] | None = None
+        self._reports: CheckpointReports | None = None
 
-    _meets_to_report = True
-    _figures: NodeFigures | None = None
+    # -- start
 
-    def prepare(self, launch: RankLaunch) -> RankReady:
-        """Set the rank's environment before anything reads it. Raise RuntimeError if something of
-        an earlier attempt still runs here."""
-        rank_process.prepare(launch)
-        watch(TrainContext, _TELLS_A_PLACE)
-        self._meets_to_report = launch.meets_to_report
-        problem = interface_problem(os.environ, nccl=bool(ray.get_gpu_ids()))
-        return RankReady(versions(), psutil.Process().create_time(), oom_kills(), problem)
+    def build(self, launch: RankLaunch, job: RankJob) -> float:
+        """Have the run's task built on this node, unless it is. Return the seconds that it took."""
+        if job.spec.runs_own_function or self._zygotes.has_built:
+            return 0.0
+        return self._zygotes.build(lambda path: _order(path, launch, job), job)
 
     def get_ready(self, launch: RankLaunch, job: RankJob, *, checks_node: bool) -> int:
-        """Check this node if ``checks_node``, and build what this process will train once it has a
-        rank. Return its id."""
-        rank_process.prepare(launch)
+        """Check this node if ``checks_node``, and have the task built here, for a rank that comes.
+        Return this host's process id. Raises CannotBuild."""
         if checks_node:
             self.check_node(0)
-        build_ahead(job, launch)
+        self.build(launch, job)
+        if self._zygotes.failed is not None:
+            raise CannotBuild(self._zygotes.failed)
         return os.getpid()
+
+    def prepare(self, launch: RankLaunch, job: RankJob) -> RankReady:
+        """Begin an attempt: with a new process, unless the rank runs in this one."""
+        self._launch, self._told = launch, _Told()
+        self._meets_to_report = launch.meets_to_report
+        use_gpu = bool(ray.get_gpu_ids())
+        problem = interface_problem({**os.environ, **launch.env}, nccl=use_gpu)
+        self._leave_last()
+        if job.spec.runs_own_function:
+            from train_fn.ray_train.own_process import OwnProcess
+
+            self._rank = OwnProcess(launch, ray.util.get_node_ip_address(), self._serve)
+        else:
+            facts = RankFacts(
+                launch,
+                dict(os.environ),
+                ray.get_runtime_context().get_node_id(),
+                ray.util.get_node_ip_address(),
+                use_gpu,
+            )
+            self._rank = self._zygotes.fork(facts, self._serve)
+        if self._versions is None:
+            self._versions = self._call_elsewhere("train_fn.node.node_check:versions")
+        return RankReady(
+            self._versions,
+            os.getpid(),
+            oom_kills(),
+            self._rank.how,
+            self._zygotes.why_not,
+            problem,
+        )
+
+    def _leave_last(self) -> None:
+        """End the rank of the last attempt, unless it lends its state to this one."""
+        last, self._rank = self._rank, None
+        if last is None:
+            return
+        if self._lends is None:
+            last.close()
+            return
+        if self._lender is not None:
+            self._lender.close()
+        self._lender = last
+
+    def get_metadata(self) -> Any:
+        """Return where the rank runs; before there is one, where this host does."""
+        found = super().get_metadata()
+        return found if self._rank is None else dataclasses.replace(found, pid=self._rank.pid)
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         """Initialise Ray's train context. Ranks that do not synchronise on reports use the given
@@ -127,28 +211,105 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         if not self._meets_to_report:
             get_train_context()._sync_checkpoint_dir_name_across_ranks = lambda name: name
 
+    def meeting_place(self) -> tuple[str, int]:
+        """Return this node's address and a free port, at which ranks can meet."""
+        address, port = get_address_and_port()
+        return address, port
+
+    def join(self, meeting: Meeting) -> None:
+        """Let the rank meet the others in a process group."""
+        visible = os.environ.get(_GPU_VARIABLE, "")
+        env = {_GPU_VARIABLE: visible} if visible else {}
+        ids = [str(each) for each in ray.get_gpu_ids()]
+        device = visible.split(",").index(ids[0]) if ids and ids[0] in visible.split(",") else 0
+        self._of_rank().call("join", _place(), meeting, device if ids else None, env)
+
     def run_train_fn(self, *args: Any, **kwargs: Any) -> None:
         """Start Ray's training thread, whose end is reported from here on."""
         super().run_train_fn(*args, **kwargs)
         runner: Any = get_train_context().execution_context.training_thread_runner
-        rank_process.report_end_of(runner._thread, runner.get_exception_queue().put)
+        told = self._told
+
+        def join() -> None:
+            runner._thread.join()
+            told.over()
+
+        threading.Thread(target=join, name="join-training", daemon=True).start()
+
+    def train(self, job: RankJob) -> str | None:
+        """Let the rank train to its end. Called by Ray's training thread."""
+        self._journal = deliver_to(job.journal)
+        self._reports = CheckpointReports(job.run_dir, self._told.news.set)
+        self._reports.start()
+        told = self._told
+        stop = self._of_rank().call("train", dataclasses.replace(job, journal=None), _place())
+        if told.raised is not None:
+            raise told.raised
+        return stop  # type: ignore[no-any-return]
+
+    def _of_rank(self) -> Rank:
+        assert self._rank is not None, "a rank is called before its attempt"
+        return self._rank
+
+    # -- calls of the rank
+
+    def _serve(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if name == "deliver":
+            assert self._journal is not None
+            return self._journal(*arguments)
+        if name == "report":
+            assert self._reports is not None
+            return self._reports.add(*arguments)
+        if name == "close_reports":
+            assert self._reports is not None
+            return self._reports.close(_REPORTS_TAKEN_S)
+        what, told = arguments
+        return self._note(what, *told)
+
+    def _note(self, what: str, *facts: Any) -> None:
+        """Note what a rank tells."""
+        told = self._told
+        if what == "trained":
+            told.over()
+        elif what == "kept":
+            told.kept = facts[0]
+        elif what == "state_bytes":
+            told.state_bytes = facts[0]
+        elif what == "lends":
+            self._lends = facts[0]
+        elif what == "restored":
+            self._end_lender()
+        else:
+            told.raised = facts[0]
+            runner: Any = get_train_context().execution_context.training_thread_runner
+            runner.get_exception_queue().put(facts[0])
+            told.over()
+
+    def _end_lender(self) -> None:
+        lender, self._lender, self._lends = self._lender, None, None
+        if lender is not None:
+            lender.close()
+
+    # -- checks of the node
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Return, for each raylet address, whether it accepts a connection from this node."""
         return accepts_connection(addresses, timeout_s)
 
-    def check_node(self, number: int) -> NodeFigures:
+    def check_node(self, number: int) -> Any:
         """Check computation, memory and storage of this node, and return the figures as those of
-        ``number``. A process measures once, before it trains: training would slow the node."""
+        ``number``. A host measures once, before its rank trains: training would slow the node."""
         if self._figures is None:
-            self._figures = (
-                check_in_new_process(number, "cuda", own_temporary_dir())
-                if ray.get_gpu_ids()
-                else check_node(number, torch.device("cpu"), own_temporary_dir())
+            self._figures = self._call_elsewhere(
+                "train_fn.node.preflight:check_own", number, bool(ray.get_gpu_ids())
             )
         figures = copy.deepcopy(self._figures)  # who compares nodes adds to it
         figures.rank = number
         return figures
+
+    def _call_elsewhere(self, name: str, *arguments: Any) -> Any:
+        """Call a function that needs torch: in a process that has it."""
+        return self._zygotes.call(_called, name, *arguments)
 
     def take_in(self, ip: str, timeout_s: float) -> tuple[str, int]:
         """Listen for a block that another node sends to time a link. Return the address."""
@@ -158,23 +319,26 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Return the seconds to send a block to another node; None if it does not arrive."""
         return pass_time(address, timeout_s)
 
+    # -- while it trains
+
     def ask_to_yield(self, number: int, hands_over: bool) -> None:
         """Ask the training function to exit at the next step that all ranks agree on, with a final
-        checkpoint unless it hands over to a group in this process."""
-        rank_process.ask_to_yield(number, hands_over)
+        checkpoint unless it hands over to a group that follows at once."""
+        self._of_rank().call("ask_to_yield", number, hands_over)
 
     def abandon(self) -> None:
         """Make the training function leave its step, since a peer is gone or assumed to be."""
-        rank_process.abandon()
+        self._of_rank().call("abandon")
 
     def stack(self) -> str:
         """Return the Python stacks of this rank, with the training thread's last, and without
         values of secrets."""
-        return process_redactor()(rank_process.stack())
+        found: str = self._of_rank().call("stack")
+        return found
 
-    def collective_counts(self) -> CollectiveCounts | None:
+    def collective_counts(self) -> Any:
         """Return how far this rank is in its collectives."""
-        return collective_counts()
+        return self._of_rank().call("collective_counts")
 
     def look_for_oom(self, pid: int, kills_before: int | None) -> dict[str, Any] | None:
         """Return evidence that the OOM killer ended another process of this node; None if there is
@@ -185,13 +349,26 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def watch(self) -> bool:
         """Return once a poll would find something. Return True if the rank should be polled often,
         because it has finished training and waits for its reports to be taken, or has ended."""
-        return rank_process.wait_for_news()
+        told = self._told
+        told.news.wait()
+        told.news.clear()
+        return told.trained.is_set()
+
+    def poll_status(self) -> Any:
+        """Return what Ray polls for, once the rank answers: a stopped one answers nothing."""
+        if not self._told.trained.is_set():
+            try:
+                self._of_rank().call("ping")
+            except RankDied:
+                pass  # its training thread says so
+        return super().poll_status()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.
 
         Its result queue is drained meanwhile, since a rank that reports would otherwise wait for a
-        controller that no longer takes reports.
+        controller that no longer takes reports. A rank that is stopped does not answer, and neither
+        does this call.
         """
         runner: Any = get_train_context().execution_context.training_thread_runner
         deadline = time.monotonic() + bound_s
@@ -202,81 +379,155 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         while is_running() and time.monotonic() < deadline:
             self.clear_result_queue()
             time.sleep(_LOOK_S)
-        running = is_running()
-        error = runner.get_error()
+        stack = None
+        if is_running():
+            try:
+                stack = self.stack()
+            except RankDied:
+                runner._thread.join()
+        running, error = is_running(), runner.get_error()
         return RankEnd(
             not running,
             getattr(error, "_base_exc", error),
-            rank_process.stack() if running else None,
-            rank_process.kept_step(),
-            rank_process.state_bytes(),
-            None if running else store.kept_step(),
+            stack if running else None,
+            self._told.kept,
+            self._told.state_bytes,
         )
 
-    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
-    def kept_state(self) -> tuple[int | None, int]:
-        """Return the step of the state that this process keeps for the next attempt, None without
-        one, and its size in bytes."""
-        return store.kept_step(), rank_process.state_bytes()
+    # -- end
 
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
-    def insure_kept_state(self, most_bytes: float = inf) -> str | None:
-        """Write that state as a snapshot, and keep it, unless it is larger than ``most_bytes``.
-        Return as ``leave_kept_state``."""
-        return store.insure() if rank_process.state_bytes() <= most_bytes else None
+    def end_rank(self) -> None:
+        """End the rank's process at once, also a stopped one."""
+        if self._rank is not None:
+            self._rank.kill()
+
+    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
+    def ping_rank(self) -> None:
+        """Return if the rank answers. Raises RankDied."""
+        if self._rank is not None:
+            self._rank.call("ping")
+
+    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
+    def release(self) -> int:
+        """End the rank unless it lends its state. Return this host's process id: it can serve
+        another attempt."""
+        if self._rank is not None and self._lends is None:
+            self._rank.close()
+        return os.getpid()
 
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
     def leave_kept_state(self) -> str | None:
-        """Write that state as a snapshot, and let go of it. Return why that cannot be done; None if
-        it was written, or if there is none."""
-        return store.leave_kept_state()
+        """Have the state written as a snapshot that a rank of this host lends, since the host is to
+        end. Return why that cannot be done; None if it was written, or if there is none."""
+        lender = self._lender or self._rank
+        if self._lends is None or lender is None:
+            return None
+        self._lends = None
+        problem: str | None = lender.call("leave_kept_state")
+        return problem
 
 
-# ---------------------------------------------------------------- build ahead
-
-# Build what a rank will train in a process that has no rank yet.
-
-
-def build_ahead(job: RankJob, launch: RankLaunch) -> None:
-    """Import the training loop, and let it build what needs no peers, if it can.
-
-    What it prints goes into the rank's log. The process must be ended if this raises, since it has
-    run code of the user's by halves: CannotBuild for an error of the build, RuntimeError where a
-    new process may build once it has its rank.
-    """
-    redactor = process_redactor()
-    listen(redactor)
-    try:
-        with secrets_set(job.spec, redactor):
-            set_threads(job.spec)
-            module, _ = loop_of(job)
-            build: Callable[[WorkerContext], None] | None = getattr(module, "build_ahead", None)
-            if build is not None:
-                context = _context(job, launch)
-                wait_for_free_memory(context.device)
-                prove_ahead(context)
-                build(context)
-    except (AsksForPeers, BuiltByHalves) as exc:
-        raise RuntimeError(f"nothing could be built ahead: {exc}") from None
-    except Exception as exc:
-        raise CannotBuild(f"{type(exc).__name__}: {exc}") from None
+def run_rank(config: dict[str, RankJob]) -> str | None:
+    """Train. Ray Train calls this on every host."""
+    assert _present is not None
+    return _present.train(config["job"])
 
 
-def _context(job: RankJob, launch: RankLaunch) -> WorkerContext:
-    """Return a place alone. The one that the process gets has peers, and a journal."""
-    return WorkerContext(
-        spec=job.spec,
-        run_dir=job.run_dir,
-        submission=job.submission,
-        attempt=launch.attempt,
-        world_rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_id=ray.get_runtime_context().get_node_id(),
-        num_nodes=1,
-        device=torch.device("cuda", 0) if job.use_gpu else torch.device("cpu"),
-        journal=LocalJournal(None, threading.Event(), lambda line: None),
-        report_checkpoint=lambda name, metrics: None,
-        in_process=True,
+def _place() -> Place:
+    """Return the rank's place in its attempt."""
+    place = get_train_context()
+    return Place(
+        place.get_world_rank(),
+        place.get_world_size(),
+        place.get_local_rank(),
+        place.get_local_world_size(),
+        place.get_node_rank(),
+        ray.get_runtime_context().get_node_id(),
     )
+
+
+def _order(path: Path, launch: RankLaunch, job: RankJob) -> BuildOrder:
+    return BuildOrder(dataclasses.replace(job, journal=None), path, dict(os.environ), launch.env)
+
+
+def _called(name: str, *arguments: Any) -> Any:
+    """Call ``module:function``."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)(*arguments)
+
+
+# ---------------------------------------------------------------- checkpoint reports
+
+# Report committed checkpoints to Ray Train in the background.
+#
+# ``ray.train.report`` waits until the controller has taken the previous report, which may take
+# seconds. So each rank reports on a thread. All ranks add the same checkpoints in the same order,
+# so reports need no synchronisation (``RankLaunch.meets_to_report``).
+
+
+@dataclass(frozen=True)
+class _Report:
+    name: str
+    metrics: dict[str, float]
+
+
+class CheckpointReports:
+    """Send one rank's reports in order. If a report fails, Ray Train does not learn of that
+    checkpoint, and nothing else is lost.
+
+    Args:
+        run_dir: holds the checkpoints where Ray Train expects them, so that nothing is copied.
+        on_report: called on the thread after each report, which then waits for the controller.
+    """
+
+    def __init__(self, run_dir: RunDir, on_report: Callable[[], None]) -> None:
+        self._run_dir = run_dir
+        self._on_report = on_report
+        self._queue: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checkpoint-reports", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, name: str, metrics: dict[str, float]) -> None:
+        """Queue the report of a checkpoint by its directory's name. All ranks call this with the
+        same checkpoints in the same order."""
+        self._queue.put(_Report(name, metrics))
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until all reports are sent. Return False after ``timeout_s`` seconds."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (report := self._queue.get()) is not None:
+            try:
+                self._report(report)
+                self._on_report()
+            except Exception as exc:
+                # The group is ending, or Ray fails. The training thread will notice by itself.
+                logger.warning(
+                    "checkpoint %s could not be reported to Ray Train: %s: %s",
+                    report.name,
+                    type(exc).__name__,
+                    exc,
+                )
+
+    def _report(self, report: _Report) -> None:
+        context = ray.train.get_context()
+        storage = context.get_storage()
+        # relative to the experiment's directory
+        path = "/".join(self._run_dir.checkpoints_path(report.name).rsplit("/", 2)[-2:])
+        checkpoint = None
+        if context.get_world_rank() == 0:
+            checkpoint = ray.train.Checkpoint(
+                storage.build_checkpoint_path_from_name(path), storage.storage_filesystem
+            )
+        ray.train.report(
+            metrics=report.metrics,
+            checkpoint=checkpoint,
+            checkpoint_dir_name=path,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        )

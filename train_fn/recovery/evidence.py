@@ -66,9 +66,7 @@ class RankError:
     phase: str | None
     at: float
     snapshot_step: int | None = None
-    """Step of the snapshot that the rank left on its node, if any."""
-    stays_at: int | None = None
-    """Step of the state that the rank keeps in its process, for the next attempt there, if any."""
+    """Step of the state that the rank left on its node, if any."""
     memory: str | None = None
     """Summary of its GPU's memory, if that ran out."""
     device: dict[str, Any] | None = None
@@ -189,8 +187,6 @@ class RankReport:
     """Step whose state was left on its node before that thread was freed."""
     state_bytes: int = 0
     """How large the state is that the rank leaves on its node."""
-    stays_at: int | None = None
-    """Step of the state that it keeps in its process for the next attempt."""
     unheard: tuple[str, ...] = ()
     """Ids of the nodes from which it heard nothing although it waited for them."""
     error: RankError | None = None
@@ -209,21 +205,9 @@ class RankReport:
         return "collateral" if self.error.collateral else "raised"
 
     @property
-    def may_stay(self) -> bool:
-        """Return whether its process can serve the next attempt: it merely lost a peer, has left
-        that peer in order, and keeps a whole state, with what it was trained with.
-
-        What the first build left in a process may be in the way of a second one. Only a sharded
-        model is built again, and compared (``loop.survivor.note_inventory``).
-        """
-        has_ended = not (self.died or self.unresponsive or self.still_running)
-        return (
-            has_ended
-            and self.node_alive
-            and self.error is not None
-            and self.error.collateral
-            and self.stays_at is not None
-        )
+    def left_step(self) -> int | None:
+        """Return the step of the state that the rank has left on its node; None for none."""
+        return self.kept_step if self.error is None else self.error.snapshot_step
 
 
 @dataclass(frozen=True)
@@ -297,7 +281,6 @@ def _line(report: RankReport) -> dict[str, Any]:
         "error": error.summary[:500] if error else None,
         "step": error.step if error else None,
         "snapshot_step": error.snapshot_step if error else report.kept_step,
-        **({} if report.stays_at is None else {"stays_at": report.stays_at}),
         "at": error.at if error else None,
         **({"stack": report.stack[-_DETAIL_CHARS:]} if report.stack else {}),
         **({"unheard": list(report.unheard)} if report.unheard else {}),

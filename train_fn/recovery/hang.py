@@ -21,6 +21,9 @@ from train_fn.recovery.settings import RecoverySettings
 #
 # The host of a GPU runs ahead: it may have enqueued a collective that the device has not started.
 
+TRAINING_THREAD = "TrainingThread"
+"""Ray Train's name for the thread that runs the training function, and ours for that of a rank."""
+
 UNKNOWN = -1
 _OF_ALL_RANKS = ("default_pg", "")
 """torch's description of the process group of all ranks, and under its wrapper for debugging."""

@@ -22,6 +22,28 @@ Left = Stop | Literal["yielded"]
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank is among its peers."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    node_id: str
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how the ranks of an attempt form their process group."""
+
+    address: str
+    port: int
+    backend: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class RankJob:
     """Parameters shared by all ranks and attempts of a submission."""
 
@@ -77,10 +99,6 @@ class RankLaunch:
     meets_to_report: bool = True
     """Whether ranks synchronise in a Ray Train actor at every report. Ranks of Everstep's loop all
     report the same in the same order; a user's function may not."""
-    in_process: bool = False
-    """Whether ranks may keep their process, and their state in it, for the next attempt."""
-    num_stayed: int = 0
-    """Number of ranks whose process served an earlier attempt."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import sys
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a script's first import reads this file
     from everstep.spec.run_spec import RunSpec
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "EVERSTEP_RECOVERY_"
 SCRIPT_GROWTH_S = 600.0
@@ -77,15 +80,6 @@ class RecoverySettings:
     collective_timeout_s: int = 1800
     """Timeout of torch's process group. Survivors are freed long before it, by the first of them to
     leave."""
-    warm_pool: bool = True
-    """Keep idle worker processes on every node, if the cluster's raylets preload modules. Off on
-    the embedded cluster, which forks its workers."""
-    warm_spares: int = 1
-    """Idle processes for each rank of a node. Two also cover a second failure seconds after the
-    first."""
-    warm_delay_s: float = 1.0
-    """Seconds between a group's start and the refill of the pool, so that the refill does not
-    compete with the first steps."""
     resize_interval_s: float = 1.0
     """Seconds between two checks for room to grow."""
     growth_settle_s: float = 2.0
@@ -96,9 +90,6 @@ class RecoverySettings:
     yield_timeout_s: float = 60.0
     """Longest wait for ranks to save and leave before a planned resize. After that the resize is
     abandoned."""
-    in_process: bool = True
-    """Whether survivors may keep their processes, in runs whose spec sets ``recovery.in_process``.
-    Off, every attempt gets fresh processes."""
     no_progress_limit: int = 20
     """System failures in a row without a new step after which the run fails."""
     backoff_max_s: float = 30.0
@@ -141,12 +132,19 @@ class RecoverySettings:
             if not name.startswith(PREFIX):
                 continue
             field = name.removeprefix(PREFIX).lower()
+            if field in _WITHOUT_EFFECT:
+                logger.warning("%s has no effect any more; remove it", name)
+                continue
             if field not in defaults:
                 raise ValueError(
                     f"{name} is not a recovery setting; use one of {', '.join(sorted(defaults))}"
                 )
             values[field] = _parse(name, text, defaults[field])
         return dataclasses.replace(cls(), **values)  # type: ignore[arg-type]
+
+
+_WITHOUT_EFFECT = frozenset({"in_process", "warm_pool", "warm_spares", "warm_delay_s"})
+"""Settings of earlier versions, about processes that are now forked."""
 
 
 def _parse(name: str, text: str, default: object) -> object:

@@ -54,7 +54,6 @@ class Death(NamedTuple):
 
     name: str
     orders: Orders
-    in_process: bool = False
 
 
 def rehearse(
@@ -118,7 +117,7 @@ class _Rehearsal:
         if not self._undisturbed() or not self._again():
             return ()
         deaths, left_out = deaths_of(
-            self._expected, self._setup.world_size, self._setup.last_step, self._is_task
+            self._expected, self._setup.world_size, self._setup.last_step
         )
         for death in deaths:
             self._tell(self._died(death))
@@ -136,10 +135,10 @@ class _Rehearsal:
         code = self._setup.spec.code
         return code is None or code.task is not None
 
-    def _trial(self, deaths: Sequence[Orders], *, in_process: bool = False) -> Trial:
+    def _trial(self, deaths: Sequence[Orders]) -> Trial:
         """Train with these deaths, and then to the end."""
         self._number += 1
-        with trial(self._setup, self._number, in_process=in_process) as training:
+        with trial(self._setup, self._number) as training:
             for orders in [*deaths, Orders(self._setup.last_step)]:
                 result = training.attempt(orders)
                 if result.done or (orders.dies is None and orders.parks_at is None):
@@ -203,7 +202,7 @@ class _Rehearsal:
         return False
 
     def _died(self, death: Death) -> RehearsalRow:
-        training = self._trial([death.orders], in_process=death.in_process)
+        training = self._trial([death.orders])
         first, last = training.attempts[0], training.attempts[-1]
         if first.done:
             return row_of(death.name, "left out", "the training ended before the death")
@@ -226,14 +225,11 @@ class _Rehearsal:
         for name, values in held_names(self._expected, attempts[1:]).items():
             if name not in self._ignored and "unset" not in values:
                 self._noted.setdefault(name, values)
-        if death.in_process and source != "process":
-            text = "the code does not let a process stay, so fresh ones follow: equal"
-            return row_of(death.name, "equal", text, went_on_from=went_on)
         return row_of(death.name, "equal", "the same in every bit", went_on_from=went_on)
 
 
 def deaths_of(
-    expected: Sequence[Record], world_size: int, last_step: int, is_task: bool
+    expected: Sequence[Record], world_size: int, last_step: int
 ) -> tuple[list[Death], list[RehearsalRow]]:
     """Return which deaths to rehearse, and rows for what does not come within the steps.
 
@@ -250,15 +246,12 @@ def deaths_of(
     last, place = world_size - 1, len(inner) // 2
     deaths: list[Death] = []
 
-    def dies(name: str, step: int, where: Place, rank: int, *, stay: bool = False) -> None:
-        deaths.append(Death(name, Orders(last_step, dies=(rank, step, where)), stay))
+    def dies(name: str, step: int, where: Place, rank: int) -> None:
+        deaths.append(Death(name, Orders(last_step, dies=(rank, step, where))))
 
     if updating:
         step = updating[len(updating) // 2]
         dies(f"a rank killed within step {step + 1}", step, "update", last)
-        if is_task and world_size > 1:
-            name = f"a rank killed within step {step + 1}, the others stay"
-            dies(name, step, "update", last, stay=True)
     dies(f"rank 0 killed right after step {inner[place]}", inner[place], "commit", 0)
     # between two optimizer steps, where gradients are added up
     between = [number for number in inner if number - 1 in steps and not steps[number - 1].updates]

@@ -1,4 +1,4 @@
-"""One rank of a rehearsal: a process that serves attempts, until it dies or nothing stays in it."""
+"""One rank of a rehearsal: a process that serves one attempt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ from train_fn.own_loop import OwnLoop
 from train_fn.ray_train.user_script import SHARED_VARIABLE, environment
 from train_fn.recovery.evidence import RankError, StepFailed, describe_error
 from train_fn.rehearsal.recorder import OfLoop, OfTask, Orders, Recorder, Source
-from train_fn.snapshots.store import kept_step
 from train_fn.standalone.rank import CLOSE_S, LocalPlace, begin_attempt, device_of, set_up
 from train_fn.step.nccl import begin_attempt as begin_collectives
 from train_fn.step.nccl import group_backend
@@ -76,8 +75,6 @@ class Attempt:
     orders: Orders
     most_samples: int | None
     """Limit on the samples of a data set."""
-    in_process: bool
-    """Whether the rank may keep its state in its process."""
 
 
 @dataclass(frozen=True)
@@ -89,31 +86,27 @@ class RankEnded:
     traceback: str = ""
     is_collateral: bool = False
     """Whether it only follows from another rank's end."""
-    stays: bool = False
-    """Whether the process serves the next attempt, with the state that it keeps."""
     is_unprotected: bool = False
     """Whether the code has ended without ``es.protect``."""
 
 
 def serve(pipe: Connection, log: str) -> None:
-    """Serve attempts as they come through the pipe. The process's output goes to a file."""
+    """Serve the attempt that comes through the pipe. The process's output goes to a file."""
     os.environ[REHEARSAL_VARIABLE] = "1"
     multiprocessing.set_start_method("fork", force=True)  # loader processes end with their rank
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    while True:
-        try:
-            attempt: Attempt = pipe.recv()
-        except EOFError:
-            return
-        ended = _run(attempt, pipe)
-        sys.stdout.flush()
-        pipe.send(ended)
-        if not ended.stays:
-            pipe.close()
-            os._exit(0)  # what the user's code has started must not keep the process
+    try:
+        attempt: Attempt = pipe.recv()
+    except EOFError:
+        return
+    ended = _run(attempt, pipe)
+    sys.stdout.flush()
+    pipe.send(ended)
+    pipe.close()
+    os._exit(0)  # what the user's code has started must not keep the process
 
 
 def _run(attempt: Attempt, pipe: Connection) -> RankEnded:
@@ -171,12 +164,12 @@ def _task(ctx: WorkerContext, attempt: Attempt, wait: Any) -> RankEnded:
     if code is not None:
         root = files_on_node(ctx.run_dir.storage, code.archive).directory
     with _recorded(ctx, attempt, root, OfTask(progress), wait) as recorder:
-        ctx = dataclasses.replace(ctx, on_commit=recorder.commit, in_process=attempt.in_process)
+        ctx = dataclasses.replace(ctx, on_commit=recorder.commit)
         try:
             train(ctx, progress)
             recorder.finish()
         except StepFailed as exc:
-            return _failed(exc.error, stays=kept_step() is not None)
+            return _failed(exc.error)
         finally:
             end_process_group()
     return RankEnded()
@@ -212,8 +205,8 @@ def _own_code(ctx: WorkerContext, attempt: Attempt, wait: Any) -> RankEnded:
         return RankEnded(is_unprotected=present.protection is None)
 
 
-def _failed(error: RankError, *, stays: bool = False) -> RankEnded:
-    return RankEnded(error.summary, error.traceback, error.collateral, stays)
+def _failed(error: RankError) -> RankEnded:
+    return RankEnded(error.summary, error.traceback, error.collateral)
 
 
 @contextlib.contextmanager

@@ -97,7 +97,6 @@ class Trial:
 
     setup: Setup
     number: int
-    in_process: bool = False
     attempts: list[AttemptResult] = field(default_factory=list)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
 
@@ -130,9 +129,7 @@ class Trial:
         base.mkdir()
         store = store_at("127.0.0.1", timedelta(seconds=60))
         for rank in range(setup.world_size):
-            if rank not in self._ranks:
-                self._ranks[rank] = self._start()
-            self._ranks[rank].word = self._ranks[rank].ended = None
+            self._ranks[rank] = self._start()
             self._ranks[rank].pipe.send(
                 Attempt(
                     spec=setup.spec,
@@ -147,7 +144,6 @@ class Trial:
                     work_dir=self._work_dir,
                     orders=orders,
                     most_samples=setup.most_samples,
-                    in_process=self.in_process,
                 )
             )
         done, hung = self._watch(orders)
@@ -159,11 +155,7 @@ class Trial:
             orders.dies_at is not None,
         )
         self.attempts.append(result)
-        self._ranks = {
-            rank: each
-            for rank, each in self._ranks.items()
-            if not each.is_gone and each.ended is not None and each.ended.stays
-        }
+        self._ranks = {}
         del store
         return result
 
@@ -189,12 +181,12 @@ class Trial:
             if all(each.word or each.ended or each.is_gone for each in ranks):
                 break
             if time.monotonic() > deadline:
-                self._kill(stays=False)
+                self._kill()
                 return False, True
             time.sleep(_POLL_S)
         words = {each.word for each in ranks}
         done = not has_died and "parked" not in words and all(not _failed(each) for each in ranks)
-        self._kill(stays=not done)
+        self._kill()
         return done, False
 
     def _hear(self, rank: _Rank) -> None:
@@ -212,11 +204,9 @@ class Trial:
         if rank.process.exitcode is not None and rank.ended is None and rank.word is None:
             rank.is_gone = True
 
-    def _kill(self, *, stays: bool) -> None:
-        """End the ranks' processes, but for those that serve the next attempt."""
+    def _kill(self) -> None:
+        """End the ranks' processes."""
         for each in self._ranks.values():
-            if stays and each.ended is not None and each.ended.stays:
-                continue
             each.is_gone = True
             each.process.kill()
             each.process.join()
@@ -224,7 +214,7 @@ class Trial:
 
     def finish(self) -> None:
         """End what still runs, and complete the records by what the journal has."""
-        self._kill(stays=False)
+        self._kill()
         attempt, result = 0, None
         for event in journal_events(self.run_dir):
             if event.kind is EventKind.ATTEMPT_STARTED:
@@ -245,12 +235,12 @@ def _failed(rank: _Rank) -> bool:
 
 
 @contextmanager
-def trial(setup: Setup, number: int, *, in_process: bool = False) -> Iterator[Trial]:
+def trial(setup: Setup, number: int) -> Iterator[Trial]:
     """Yield a training. Its processes are gone afterwards, and so is what it left in memory."""
-    training = Trial(setup, number, in_process)
+    training = Trial(setup, number)
     try:
         yield training
         training.finish()
     finally:
-        training._kill(stays=False)
+        training._kill()
         shutil.rmtree(shared_memory_root() / training.run_id, ignore_errors=True)

@@ -70,30 +70,15 @@ from train_fn.step.peers import Peers
 logger = logging.getLogger(__name__)
 
 
-class KeptLabel(NamedTuple):
-    """Describe a state that a process has kept."""
-
-    label: Label
-    details: str
-    """Digest of what the label's digest leaves out: whether the state is evaluated, for example."""
-
-    def is_equal_to(self, other: KeptLabel) -> bool:
-        """Return whether both are of equal states, whoever made them."""
-        mine, theirs = self.label, other.label
-        return (mine.step, mine.digest, self.details) == (theirs.step, theirs.digest, other.details)
-
-
 def find_newest(
     ctx: WorkerContext,
     peers: Peers,
     kept: RunState,
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
-    own: KeptLabel | None,
     holdings: Holdings | None = None,
 ) -> tuple[Restored, dict[str, Any] | None]:
     """Agree on the state to continue from. Its holder returns the state itself, as do other ranks
-    of its node that have read the same snapshot, and ranks that have kept the same state (``own``)
-    in their processes. A collective.
+    of its node that have read the same snapshot. A collective.
 
     Rank 0 alone reads the storage, and reads a checkpoint only if no snapshot is as new. If the
     elected snapshot cannot be read, it is rejected and the ranks elect again. A snapshot from
@@ -107,11 +92,8 @@ def find_newest(
     labels = snapshot_store(ctx).labels()
     # others belong to a run of the same name and place that was begun anew since
     own_labels = [each for each in labels if each.origin < (ctx.submission, ctx.attempt)]
-    of_ranks = list(enumerate(peers.gather((own_labels, own))))
-    offers = [Offer(rank, label) for rank, (labels, _) in of_ranks for label in labels]
-    kept_by = {rank: found for rank, (_, found) in of_ranks if found is not None}
-    offers += [Offer(rank, found.label, in_process=True) for rank, found in kept_by.items()]
-    newest_kept = max((found.label.step for found in kept_by.values()), default=-1)
+    of_ranks = enumerate(peers.gather(own_labels))
+    offers = [Offer(rank, label) for rank, labels in of_ranks for label in labels]
     newest_durable, distrusted = peers.share(
         (newest_step(ctx), ctx.run_dir.distrusted()) if peers.rank == 0 else None, 0
     )
@@ -126,7 +108,6 @@ def find_newest(
             )
             newest_durable = step_of(restored)
             if offer is None or offer.label.step <= newest_durable:
-                _require_newest(newest_kept, newest_durable)
                 if kept.piece is not None:
                     state = durable_part(ctx, peers, kept, restored, state, adopt_origin)
                 return restored, state
@@ -142,11 +123,6 @@ def find_newest(
             )
             struck, checked = struck + void, True
             continue
-        _require_newest(newest_kept, offer.label.step)
-        if offer.in_process:
-            has_it = own is not None and own.is_equal_to(kept_by[offer.rank])
-            state = kept.state_dict() if has_it else None
-            return Restored("process", offer.rank, None, struck + elected.rejected), state
         if holdings is not None:
             state, found = read_pieces(ctx, peers, kept, holdings, elected.offers)
             if not found:
@@ -174,23 +150,12 @@ def find_newest(
         offers = [other for other in offers if other != offer]
 
 
-def _require_newest(kept: int, step: int) -> None:
-    """Raise StateNotWhole if a process has kept a newer state than that of ``step``, from which the
-    ranks go on. What no state holds may be from later there."""
-    if kept > step:
-        raise StateNotWhole(
-            kept,
-            f"a process has kept it, but the ranks go on from step {max(0, step)}; the next "
-            "attempt needs new processes",
-        )
-
-
 def _read(
     ctx: WorkerContext, kept: RunState, label: Label
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Return the state of a snapshot on this node, or why it cannot be used."""
     try:
-        state = snapshot_store(ctx).read(label)
+        state = snapshot_store(ctx).read(label, kept.memory())
         kept.require_sound(state)
     except (StateNotWhole, NonFiniteWeights) as exc:
         return None, str(exc)
@@ -211,19 +176,13 @@ class Restored:
     ``RUN_ID/NAME`` if it is another run's."""
 
     source: str
-    """``fresh``, ``checkpoint``, ``snapshot``, ``process`` (a rank has kept it in its memory), or
-    ``fork``: from another run's checkpoint."""
+    """``fresh``, ``checkpoint``, ``snapshot``, or ``fork``: from another run's checkpoint."""
     holder: int
     """Rank that has the state."""
     checkpoint: str | None
     rejected: tuple[Rejection, ...]
     origin: Origin | None = None
     """Of a fork."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Return whether a rank has kept the state in its process."""
-        return self.source == "process"
 
 
 def find_durable(

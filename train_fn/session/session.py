@@ -14,7 +14,7 @@ the whole of it, bit by bit the same between two steps. So one rank that lives i
   another one. So all ranks get through, or the one that does not leaves no state.
 - **keep**: the state is saved and published, if that is due.
 - **leave**: after an error the rank lets its peers go, and keeps the state of the last committed
-  step: in its process, or on its node. **finish** is the other way out: the last checkpoint.
+  step on its node. **finish** is the other way out: the last checkpoint.
 
 Two loops live by it: ``train_fn/loop/attempt.py``, whose steps Everstep makes, and
 ``train_fn/protect/protected.py``, whose steps are a user's.
@@ -40,7 +40,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import PeersGone, Replaced, StepNotWhole, TrainError
 from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.session.report import SAMPLES_ALONE, Reporter, Speed
-from train_fn.session.restore import KeptLabel, Restored, broadcast, find_newest
+from train_fn.session.restore import Restored, broadcast, find_newest
 from train_fn.snapshots.holdings import Exchange, Holdings
 from train_fn.snapshots.publisher import (
     OVERHEAD_BYTES,
@@ -88,7 +88,6 @@ class Session:
         adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
         *,
         before_load: Callable[[Restored], None] = lambda restored: None,
-        kept: KeptLabel | None = None,
     ) -> None:
         """Claim the attempt, agree on the newest trustworthy state, and load it on every rank that
         lacks it. A collective.
@@ -97,7 +96,6 @@ class Session:
             adopt_origin: turns the state of another run's checkpoint into the initial one of this
                 run.
             before_load: called before anything is loaded, with where the attempt begins.
-            kept: describes the present state, if an earlier attempt of this process has trained it.
         """
         ctx, peers, state = self.ctx, self.peers, self.state
         if ctx.world_rank == 0:
@@ -106,7 +104,7 @@ class Session:
         if state.piece is not None:
             self.holdings = Holdings(ctx, peers, state.piece.of, self._heirs)
         try:
-            self._restore(adopt_origin, before_load, kept)
+            self._restore(adopt_origin, before_load)
         except BaseException:
             if self.holdings is not None:
                 self.holdings.let_go()
@@ -116,15 +114,13 @@ class Session:
         self,
         adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
         before_load: Callable[[Restored], None],
-        kept: KeptLabel | None,
     ) -> None:
         ctx, peers, state = self.ctx, self.peers, self.state
-        self.restored, found = find_newest(ctx, peers, state, adopt_origin, kept, self.holdings)
+        self.restored, found = find_newest(ctx, peers, state, adopt_origin, self.holdings)
         restored = self.restored
         before_load(restored)
         is_mapped = restored.source == "snapshot" and found is not None
-        has_it = restored.is_kept and found is not None
-        if has_it or (restored.source == "fresh" and peers.rank == restored.holder):
+        if restored.source == "fresh" and peers.rank == restored.holder:
             found = state.state_dict()
         if self.holdings is None:
             found = broadcast(peers, found, restored.holder, state.memory())
@@ -133,8 +129,7 @@ class Session:
             common = None if found is None else {**found, "shards": None}
             found = {**broadcast(peers, common, restored.holder), "shards": own["shards"]}
         assert found is not None
-        if not has_it:
-            state.load_state_dict(found, gives_memory=not is_mapped or may_stay(ctx, found))
+        state.load_state_dict(found, gives_memory=not is_mapped or may_stay(ctx, found))
         snapshot_store(ctx).remove_after(state.step)
         logger.info(
             "starting at step %d from %s", state.step, restored.checkpoint or restored.source
@@ -186,11 +181,11 @@ class Session:
         if holdings is not None:
             assert exchange is not None
             # Of a state in pieces the newest step may have passed no gate: a death may yet lose it.
-            is_gated = self.restored.source not in ("snapshot", "process")
+            is_gated = self.restored.source != "snapshot"
             known = self.state.step if is_gated else max(0, self.state.step - 1)
             holdings.open(copies, exchange, known)
             self.reporter.report_up_to(known)
-        self.publisher = Publisher(self.ctx, self.state, copies, insures=self.restored.is_kept)
+        self.publisher = Publisher(self.ctx, self.state, copies)
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Report again what the journal may lack, make sure that the run is this attempt's, and
@@ -372,8 +367,6 @@ class Remains(NamedTuple):
     """Why no state is kept; None if one is."""
     snapshot_step: int | None = None
     """Step of the state on this node; None for none."""
-    stays_at: int | None = None
-    """Step of the state in this process; None for none."""
 
 
 class Leaver(Protocol):
@@ -386,7 +379,7 @@ class Leaver(Protocol):
         """End what the steps use beside the peers."""
 
     def keep(self) -> Remains:
-        """Leave the state of the last committed step, or keep it in this process."""
+        """Leave the state of the last committed step."""
 
 
 def leave(
@@ -418,9 +411,7 @@ def leave(
         end_process_group()
     if session is not None:
         session.reporter.close()
-    error = dataclasses.replace(
-        error, step=kept.step, snapshot_step=kept.snapshot_step, stays_at=kept.stays_at
-    )
+    error = dataclasses.replace(error, step=kept.step, snapshot_step=kept.snapshot_step)
     return error, kept.problem
 
 
@@ -428,21 +419,21 @@ def keep_state(
     ctx: WorkerContext,
     state: RunState,
     whole: Callable[[], dict[str, Any] | str],
-    leave: Callable[[dict[str, Any]], str | None] | None = None,
+    leave: Callable[[WorkerContext, dict[str, Any]], str | None] = leave_snapshot,
 ) -> str | None:
-    """Leave the state of the last committed step as a snapshot. Return why that cannot be done, or
+    """Leave the state of the last committed step on this node. Return why that cannot be done, or
     None.
 
     Args:
         whole: returns that state, or why there is none.
-        leave: is given that state if it is sound; None to leave a snapshot.
+        leave: leaves that state if it is sound.
     """
     try:
         found = whole()
         if isinstance(found, str):
             return found
         state.require_sound(found)
-        return leave_snapshot(ctx, found) if leave is None else leave(found)
+        return leave(ctx, found)
     except TrainError as exc:  # what broke the attempt says more
         return str(exc)
     except RuntimeError as exc:  # so does a device that cannot be read any more

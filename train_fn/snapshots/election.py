@@ -40,12 +40,10 @@ from train_fn.snapshots.store import Label, Origin, SnapshotStore, labels_in, sn
 
 @dataclass(frozen=True)
 class Offer:
-    """Name a state and a rank that has it: a snapshot that it can read, or its own."""
+    """Name a state and a rank that can read it."""
 
     rank: int
     label: Label
-    in_process: bool = False
-    """Whether the rank has trained it in an earlier attempt of its process. It need not be read."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,8 @@ class Elected:
 
 
 def elect(offers: list[Offer], submission: int) -> Elected:
-    """Elect the newest snapshot of this submission or an earlier one. Among equal ones, one that a
-    process has kept wins, then the lowest rank that can read it.
+    """Elect the newest snapshot of this submission or an earlier one. Among equal ones, that of the
+    lowest rank that can read it wins.
 
     If snapshots of the same step and attempt differ, none of them is trusted. At the same step, a
     later attempt's snapshots win over an earlier one's, since that attempt resumed from a state
@@ -92,7 +90,7 @@ def elect(offers: list[Offer], submission: int) -> Elected:
         alike = [offer for offer in peers if len(digests[_compared(offer.label)]) == 1]
         if alike and are_whole([offer.label for offer in alike]):
             return Elected(
-                min(alike, key=lambda offer: (not offer.in_process, offer.rank, offer.label.rank)),
+                min(alike, key=lambda offer: (offer.rank, offer.label.rank)),
                 tuple(rejected),
                 tuple(alike),
             )

@@ -251,6 +251,17 @@ def leave_snapshot(
     return problem
 
 
+@contextmanager
+def in_turn_unless_there(ctx: WorkerContext, state: dict[str, Any]) -> Iterator[Label | None]:
+    """Let the ranks of this node in, one after the other. Yield the label for this rank's state,
+    with its digest, or None if another one has left the same state."""
+    own = _OwnState(ctx, state)
+    patience_s = TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S
+    with _in_turn(own.store, patience_s, own.compare, go_on):
+        own.compare()
+        yield None if own.is_there() else replace(own.label, digest=own.digest)
+
+
 def publish_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
     """Keep ``state`` on this node beside the newest one before it: while one is written, another is
     whole. Return None, or the problem."""
@@ -289,12 +300,12 @@ class _OwnState:
         self._state = state
 
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
         return self.label.digest or state_digest(self._state)
 
     def compare(self) -> None:
         """Take the digest now, since another rank's will be there to compare with."""
-        _ = self._digest
+        _ = self.digest
 
     def is_there(self) -> bool:
         """Whether a rank has left exactly this state."""
@@ -302,7 +313,7 @@ class _OwnState:
         return any(
             label.problem is None
             and (label.origin, label.step) == moment
-            and label.digest == self._digest
+            and label.digest == self.digest
             for label in self.store.labels()
         )
 

@@ -20,13 +20,14 @@ import fcntl
 import hashlib
 import io
 import itertools
+import json
 import mmap
 import os
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -34,7 +35,14 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from train_fn.checkpoints.torch_file import without_checksums
-from train_fn.state.tensor_tree import TensorShape, digest, plain_apart, put_together, shapes
+from train_fn.state.tensor_tree import (
+    TensorShape,
+    digest,
+    plain_apart,
+    put_together,
+    room_for,
+    shapes,
+)
 from train_fn.step.fingerprints import Words, bytes_of, joined, words_in
 
 PIECE_BYTES = 4 << 20
@@ -44,7 +52,8 @@ SUM_THREADS = 4
 """Limit on the threads that sum a state. More would not help: they saturate the memory."""
 _WORTH_A_THREAD = 1 << 20
 """Bytes from which another thread sums a piece."""
-_MAGIC = b"everstep state 1"
+_MAGIC, _LENT = b"everstep state 1", b"everstep lends 1"
+"""Begin a file that holds a state, and one that says which process holds it."""
 _PREFACE = struct.Struct("<16sQQ32s")
 """Magic, size of the header, size of the file, SHA-256 of the header."""
 _ALIGNED = 64
@@ -82,14 +91,17 @@ def write_state(path: Path, state: Mapping[str, Any], check: Callable[[], None] 
     return digest(put_together(skeleton, sums))
 
 
-def read_state(path: Path) -> tuple[dict[str, Any], str]:
+def read_state(path: Path, memory: Any = None) -> tuple[dict[str, Any], str]:
     """Return the state in a file, and the digest of what is there.
 
-    Its tensors are views of the mapped file. A write to one changes this process's copy only.
-    Raises OSError, and ValueError if the file is damaged.
+    Its tensors are views of the mapped file. A write to one changes this process's copy only. Those
+    of a state that another process lends are copied from there, into the tensors of ``memory``
+    where they fit. Raises OSError, and ValueError if the file is damaged, or leads nowhere.
     """
     with open_state(path) as file:
         preface = file.read(_PREFACE.size)
+        if preface.startswith(_LENT):
+            return _read_lent(preface[len(_LENT) :] + file.read(), memory)
         if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
             raise ValueError(f"{path.name} is not a file that holds a state")
         _, header_bytes, size_bytes, checksum = _PREFACE.unpack(preface)
@@ -104,6 +116,34 @@ def read_state(path: Path) -> tuple[dict[str, Any], str]:
     tensors = _mapped_tensors(mapped, header_bytes, skeleton)
     state: dict[str, Any] = put_together(skeleton, tensors)
     return state, digest(put_together(skeleton, word_sums(tensors)))
+
+
+def lend_state(path: Path, state: Mapping[str, Any], until: ExitStack) -> None:
+    """Write where this process holds ``state``, whose tensors are in the host's memory. Others may
+    read them there until ``until`` closes. Raises OSError."""
+    tensors: list[torch.Tensor] = []
+    skeleton = plain_apart(state, tensors)
+    window = until.enter_context(lent(tensors))
+    if window is None:
+        raise OSError(errno.ENOTSUP, "this system does not say which machine it is")
+    packed = _packed(skeleton)
+    with exclusively(path) as file:
+        size = len(packed).to_bytes(8, "little")
+        write_all(file, _LENT + size + packed + json.dumps(window).encode())
+        file.truncate()
+
+
+def _read_lent(data: bytes, memory: Any) -> tuple[dict[str, Any], str]:
+    """Read the state of a process on this machine, given what its file says."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    skeleton = torch.load(io.BytesIO(data[8:end]), weights_only=True)
+    window = window_of(json.loads(data[end:]))
+    if window.machine != machine():
+        raise ValueError("it is in the memory of a process on another machine")
+    tensors = room_for(skeleton, memory)
+    sums = read_memory(window, tensors)
+    state: dict[str, Any] = put_together(skeleton, tensors)
+    return state, digest(put_together(skeleton, sums))
 
 
 def open_state(path: Path) -> BinaryIO:
@@ -320,11 +360,17 @@ class Window(NamedTuple):
 
     machine: str
     pid: int
-    token: tuple[Place, bytes]
+    token: tuple[Place, str]
     """What is in the process's memory while it may be read. Another process of its id has it
     not."""
     places: tuple[Place, ...]
     """Of each tensor's bytes."""
+
+
+def window_of(found: Any) -> Window:
+    """Return the window that was written as JSON."""
+    machine, pid, (shown, token), places = found
+    return Window(machine, pid, (Place(*shown), token), tuple(Place(*each) for each in places))
 
 
 @cache
@@ -354,7 +400,7 @@ def lent(tensors: Sequence[torch.Tensor]) -> Iterator[Window | None]:
         yield Window(
             machine(),
             os.getpid(),
-            (Place(ctypes.addressof(shown), _TOKEN_BYTES), token),
+            (Place(ctypes.addressof(shown), _TOKEN_BYTES), token.hex()),
             tuple(Place(each.data_ptr(), each.numel()) for each in flat),
         )
     finally:
@@ -371,7 +417,7 @@ def read_memory(window: Window, tensors: Sequence[torch.Tensor]) -> list[int]:
     place, expected = window.token
     found = torch.empty(place.num_bytes, dtype=torch.uint8)
     _copy_from(window.pid, [place], [found])
-    if bytes(found.tolist()) != expected:
+    if bytes(found.tolist()).hex() != expected:
         raise ProcessLookupError(f"process {window.pid} is another one by now")
     totals = [Words(0, 0)] * len(tensors)
     with ThreadPoolExecutor(SUM_THREADS, "state-sum") as pool:

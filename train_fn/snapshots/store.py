@@ -12,12 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from storage.run_dir import RunDir
 from train_fn.context import WorkerContext
@@ -27,6 +26,7 @@ from train_fn.snapshots.state_file import (
     exclusively,
     go_on,
     is_in_use,
+    lend_state,
     open_state,
     read_state,
     write_all,
@@ -93,6 +93,14 @@ class SnapshotStore:
         self._write_label_or_remove(label)
         return label
 
+    def lend(self, label: Label, state: dict[str, Any], until: ExitStack) -> Label:
+        """Publish where this process holds ``state``, then its label, and return that. Others may
+        read it there until ``until`` closes. Raises OSError."""
+        with self._published_state(label) as draft:
+            lend_state(draft, state, until)
+        self._write_label_or_remove(label)
+        return label
+
     def take_in(self, label: Label, blocks: Iterable[bytes | memoryview]) -> None:
         """Publish the file of a state that comes from another node, then its label. Raises OSError,
         and ValueError if the state does not match its label."""
@@ -125,10 +133,11 @@ class SnapshotStore:
         that say why it does not."""
         return [label for label in labels_in(self.directory) if label.submission <= self.submission]
 
-    def read(self, label: Label) -> dict[str, Any]:
+    def read(self, label: Label, memory: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the state of a label, on the CPU. Its tensors are views of the file, which may be
-        removed meanwhile. Raises OSError, and ValueError if the state does not match its label."""
-        state, found = read_state(self._state_path(label))
+        removed meanwhile; of a state that is lent they are in ``memory``, where they fit. Raises
+        OSError, and ValueError if the state does not match its label."""
+        state, found = read_state(self._state_path(label), memory)
         _require_state_of(label, state, found)
         return state
 
@@ -315,112 +324,3 @@ def node_snapshots(run_dir: RunDir, node_id: str, submission: int) -> SnapshotSt
 def _place_of(directory: Path) -> str:
     """Return which run directory a node's snapshots belong to, as ``node_snapshots`` names it."""
     return directory.name.rpartition(".")[2]
-
-
-# ---------------------------------------------------------------- process slot
-
-# What a rank keeps in its process from one attempt to the next: its state, where it lives.
-#
-# One slot for each process. The training thread fills it when it leaves an attempt, and empties it
-# when it enters the next one. If no attempt follows in this process, an actor's call empties it.
-#
-# A state that no other process holds is insured: it is also written as a snapshot. To write a large
-# one takes longer than to give it to another process, so the next attempt does not wait for that.
-# It is written while the ranks meet and restore, from memory that a first pass may change and puts
-# back; a snapshot that does not have the digest of the kept state is not published. Once all ranks
-# hold the state, what is left to write is dropped (``supersede``). So its holder is alone with it
-# for the shorter of two times: that until it is written, and that until another process has it.
-
-
-class Stay(Protocol):
-    """What stays in this process: a state, whole at a committed step, or what has no state yet."""
-
-    @property
-    def step(self) -> int | None:
-        """Return the number of steps done in the state; None without one."""
-
-    @property
-    def is_large(self) -> bool:
-        """Return whether to write the state takes longer than the next attempt should wait."""
-
-    def leave(self, superseded: threading.Event | None = None) -> str | None:
-        """Write the state as a snapshot on this node. Return why that cannot be done, or None.
-
-        Args:
-            superseded: a large state is not written on once this is set.
-        """
-
-
-_slot, _writing = threading.Lock(), threading.Lock()
-"""Held to look into the slot, and while its state is written."""
-_superseded = threading.Event()
-_stay: Stay | None = None
-BESIDE_SHARE = 0.2
-"""Share of the time in which a large state is written beside the next attempt."""
-
-
-def keep(stay: Stay) -> None:
-    """Keep a state for the next attempt in this process, in place of an older one."""
-    global _stay
-    with _slot:
-        _stay = stay
-
-
-def take(*, waits: bool = True) -> Stay | None:
-    """Return the state that is kept, and empty the slot, once nobody writes it any more. Only one
-    caller gets it.
-
-    Args:
-        waits: also for a large state. Whoever does not wait calls ``supersede`` before a step
-            changes the state.
-    """
-    global _stay
-    stay = _stay
-    is_waited_for = waits or stay is None or not stay.is_large
-    with _writing if is_waited_for else nullcontext(), _slot:
-        stay, _stay = _stay, None
-    return stay
-
-
-def kept_step() -> int | None:
-    """Return the step of the state that is kept; None without one. Never waits."""
-    stay = _stay
-    return None if stay is None else stay.step
-
-
-def insure() -> str | None:
-    """Write the state that is kept as a snapshot, and keep it. Return as ``leave_kept_state``. Any
-    thread may call this."""
-    with _writing:
-        with _slot:
-            _superseded.clear()
-            stay = _stay
-        return None if stay is None else stay.leave(_superseded)
-
-
-def pause_s(spent_s: float, *, is_taken: bool) -> float:
-    """Return how long the writer of a large state pauses after so many seconds of work: once the
-    next attempt has taken the state, memory and cores are for that one."""
-    return spent_s * (1 / BESIDE_SHARE - 1) if is_taken else 0.0
-
-
-def supersede() -> None:
-    """Stop to insure a large state, since other processes hold it. On return, nobody reads it."""
-    _superseded.set()
-    with _writing:
-        pass
-
-
-def leave_kept_state() -> str | None:
-    """Write the state that is kept as a snapshot, and let go of it. Return why that cannot be done;
-    None if it was written, or if there is none.
-
-    Any thread may call this while the training thread does not run.
-    """
-    stay = take()
-    return None if stay is None else stay.leave()
-
-
-def drop() -> None:
-    """Let go of the state that is kept."""
-    take()

@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from train_fn.errors import BadTask
-from train_fn.step.fingerprints import word_sum
 
 COPIED_BYTES = 64 << 20
 """Limit on the total size of copies of tensors that are not known to change. A tensor that does not
@@ -294,8 +293,6 @@ class WarmUp:
     Args:
         is_fresh: whether no state is loaded afterwards. If so, large tensors are copied, too, to
             host memory.
-        moving: names of tensors that are known to change, if the model holds a run's state that
-            stays. Of other large tensors only the sums of their words are kept.
     """
 
     def __init__(
@@ -304,7 +301,6 @@ class WarmUp:
         places: list[TensorPlace],
         *,
         is_fresh: bool,
-        moving: Collection[str] | None = None,
     ) -> None:
         self._places = places
         named = [
@@ -316,14 +312,8 @@ class WarmUp:
         self._kept = keep(map(present, places))
         self._seen: dict[int, EarlierValue] = {}
         for at, (place, kept) in enumerate(zip(places, self._kept, strict=True)):
-            is_known = moving is not None and place.name in moving
-            if kept.copy is None and (is_fresh or is_known or not place.is_saved):
+            if kept.copy is None and (is_fresh or not place.is_saved):
                 self._kept[at] = kept._replace(copy=kept.tensor.detach().to("cpu", copy=True))
-        self._sums = {
-            at: word_sum(kept.tensor)
-            for at, kept in enumerate(self._kept)
-            if moving is not None and kept.copy is None
-        }
 
     def look(self) -> tuple[set[int], set[int]]:
         """Return the numbers of places whose tensor changed, and of those to ignore because their
@@ -368,9 +358,8 @@ class WarmUp:
         ]
 
     @torch.no_grad()
-    def put_back(self) -> list[str]:
-        """Restore every tensor object, and its contents where a copy was kept. Return the names of
-        tensors of a run's state that have changed and cannot be restored."""
+    def put_back(self) -> None:
+        """Restore every tensor object, and its contents where a copy was kept."""
         for place, kept in zip(self._places, self._kept, strict=True):
             place.holder[place.key] = kept.tensor
             if kept.copy is not None and kept.differs(kept.tensor):
@@ -380,11 +369,6 @@ class WarmUp:
                     kept.tensor.data = kept.copy.clone()
         for place in self._empty:
             place.holder[place.key] = None
-        return [
-            self._places[at].name
-            for at, before in self._sums.items()
-            if word_sum(self._kept[at].tensor) != before
-        ]
 
 
 # ---------------------------------------------------------------- buffer rules

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
+from train_fn.errors import RankDied
 from train_fn.ray_train.group.node_checks import find_gone, find_stopped, wake_stopped
 from train_fn.ray_train.group.placement import Bundle
 from train_fn.ray_train.ray_internals import (
@@ -56,7 +57,7 @@ def hold_for(hold_s: float, state_bytes: int) -> float:
 
 def _has_left_a_state(report: RankReport) -> bool:
     in_snapshot = None if report.error is None else report.error.snapshot_step
-    return any(step is not None for step in (report.stays_at, report.kept_step, in_snapshot))
+    return any(step is not None for step in (report.kept_step, in_snapshot))
 
 
 class GroupShutdown:
@@ -67,6 +68,7 @@ class GroupShutdown:
         read_nodes: returns the current nodes of the cluster.
         errors: the error of each rank's last poll, by rank.
         silent_s: seconds without an answer after which a rank counts as stopped.
+        end: ends a rank, given its actor.
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class GroupShutdown:
         read_nodes: ReadNodes,
         errors: Mapping[int, BaseException | None],
         silent_s: float = SILENT_S,
+        end: Callable[[Any], object] = ray.kill,
     ) -> None:
-        self._silent_s = silent_s
+        self._silent_s, self._end = silent_s, end
         self._workers = workers
         self._read_nodes = read_nodes
         self._reports: dict[int, RankReport] = {}
@@ -96,7 +99,7 @@ class GroupShutdown:
             self._reports[rank] = report = with_error(report, errors.get(rank))
             if report.unresponsive:
                 # Its peers wait for it in collectives, and would wait forever.
-                ray.kill(worker.actor)
+                end(worker.actor)
             elif report.node_alive and not report.died:
                 worker.actor.abandon.remote()
                 self._wait_for(rank)
@@ -210,7 +213,7 @@ class GroupShutdown:
                 self._reports[rank] = dataclasses.replace(
                     self._reports[rank], unresponsive=True, still_running=False
                 )
-                ray.kill(self._workers[rank].actor)
+                self._end(self._workers[rank].actor)
 
     def _drop_gone(self, ranks: Collection[int]) -> bool:
         """Look on their nodes for ranks that do not answer. Return whether the process of one is
@@ -225,7 +228,7 @@ class GroupShutdown:
                 self._reports[rank] = dataclasses.replace(
                     self._reports[rank], died=True, death=UNNOTICED, still_running=False
                 )
-                ray.kill(self._workers[rank].actor)
+                self._end(self._workers[rank].actor)
         return bool(found)
 
     def _drop_lost_nodes(self) -> None:
@@ -238,72 +241,57 @@ class GroupShutdown:
                 )
 
 
-# ---------------------------------------------------------------- survivors
+# ---------------------------------------------------------------- hosts
 
-# The processes of ranks that outlive their attempt: kept for the next one, or ended so that no
-# state in them is lost.
+# The hosts that outlive an attempt: kept for the next one, or ended so that no state that their
+# ranks lend is lost.
 
-NO_STATE = -1
-"""Step of a process that has no state yet."""
+
+def end_rank(actor: Any) -> None:
+    """End the rank of a host at once. The host goes on."""
+    actor.end_rank.remote()
 
 
 @dataclass(frozen=True)
-class SurvivingProcess:
-    """A rank's process that can serve another attempt."""
+class Host:
+    """The actor of a rank that can serve another attempt."""
 
     actor: Any
     bundle: Bundle
     pid: int
-    step: int
-    """Step of the state that its rank left, in the process or on its node; NO_STATE for a recruit.
-    """
+    step: float = -1
+    """Step of the state that its rank has left on the node, or lends; -1 for none."""
 
 
-class Survivors:
-    """Processes between two attempts of one run.
+class Hosts:
+    """Hosts between two attempts of one run.
 
     Args:
-        hold_s: longest time in seconds for one to write its state before it is ended; longer for
-            large states.
+        hold_s: longest time in seconds for one to have a state written before it is ended; longer
+            for large states.
     """
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._held: list[SurvivingProcess] = []
+        self._held: list[Host] = []
 
-    def hold(self, survivors: Sequence[SurvivingProcess]) -> None:
-        """Hold processes for the next attempt."""
-        self._held += survivors
+    def hold(self, hosts: Sequence[Host]) -> None:
+        """Hold hosts for the next attempt."""
+        self._held += hosts
 
-    def take(self) -> list[SurvivingProcess]:
-        """Return the processes that are held, newest state first. They are no longer held then."""
-        taken, self._held = sorted(self._held, key=lambda one: -one.step), []
+    def take(self) -> list[Host]:
+        """Return the hosts that are held. They are no longer held then."""
+        taken, self._held = self._held, []
         return taken
 
     def end(self) -> None:
-        """End the processes that are held, since no attempt follows that could use them."""
-        end_processes([one.actor for one in self.take()], self._hold_s)
+        """End the hosts that are held, since no attempt follows that could use them."""
+        end_hosts([one.actor for one in self.take()], self._hold_s)
 
 
-def kept_steps_of(actors: Sequence[Any]) -> dict[int, int]:
-    """Return the step of the state that each process keeps, by its number in ``actors``. Those that
-    keep none, or do not answer within ``SILENT_S``, are left out."""
-    asked = {actor.kept_state.remote(): number for number, actor in enumerate(actors)}
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SILENT_S)
-    steps = {}
-    for ref in answered:
-        with contextlib.suppress(RayError):  # it is gone
-            step, _ = ray.get(ref)
-            if step is not None:
-                steps[asked[ref]] = step
-    return steps
-
-
-def end_processes(actors: Sequence[Any], hold_s: float) -> None:
-    """End ranks' processes. Each first writes the state that it keeps, if any, as a snapshot.
-
-    Processes that do not answer within ``SILENT_S`` are ended at once. Never raises. May be called
-    from any thread.
+def end_hosts(actors: Sequence[Any], hold_s: float) -> None:
+    """End hosts. States that their ranks lend are written first. Never raises. May be called from
+    any thread.
     """
     leave_states(actors, hold_s)
     for actor in actors:
@@ -311,32 +299,22 @@ def end_processes(actors: Sequence[Any], hold_s: float) -> None:
 
 
 def leave_states(actors: Sequence[Any], hold_s: float) -> None:
-    """Let ranks' processes write the states that they keep as snapshots. Never raises."""
+    """Let the states that ranks of these hosts lend be written as snapshots. Never raises."""
     if not actors:
         return
     try:
-        asked = {actor.kept_state.remote(): actor for actor in actors}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SILENT_S)
-        keeping, state_bytes = [], 0
+        leaving = [actor.leave_kept_state.remote() for actor in actors]
+        answered, late = ray.wait(leaving, num_returns=len(leaving), timeout=hold_s)
         for ref in answered:
-            with contextlib.suppress(RayError):  # it is gone
-                step, num_bytes = ray.get(ref)
-                if step is not None:
-                    keeping.append(asked[ref].leave_kept_state.remote())
-                    state_bytes = max(state_bytes, num_bytes)
-        left, late = (
-            ray.wait(keeping, num_returns=len(keeping), timeout=hold_for(hold_s, state_bytes))
-            if keeping
-            else ([], [])
-        )
-        for ref in left:
-            with contextlib.suppress(RayError):
-                if problem := ray.get(ref):
-                    logger.warning("a process could not write the state it kept: %s", problem)
+            try:
+                if (problem := ray.get(ref)) is not None:
+                    logger.warning("the state that a rank lends is not left: %s", problem)
+            except RayError as exc:
+                logger.warning("a host could not leave the state that its rank lends: %s", exc)
         if late:
-            logger.warning("%d processes did not write the states they kept in time", len(late))
-    except Exception as exc:
-        logger.warning("processes are ended without their states: %s", exc)
+            logger.warning("%d hosts did not leave states within %g s", len(late), hold_s)
+    except RayError as exc:
+        logger.warning("hosts could not be asked for the states that their ranks lend: %s", exc)
 
 
 # ---------------------------------------------------------------- rank reports
@@ -379,7 +357,6 @@ def with_end(report: RankReport, ref: Any) -> tuple[RankReport, str | None]:
         still_running=not end.ended,
         kept_step=end.kept_step,
         state_bytes=end.state_bytes,
-        stays_at=end.stays_at,
     )
     return report, end.stack
 
@@ -393,6 +370,8 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
         error = error.cause
     if error is None:
         return report
+    if isinstance(error, RankDied):
+        return dataclasses.replace(report, died=True, death=str(error), still_running=False)
     if isinstance(error, WorkerHealthCheckTimeoutError | ActorUnavailableError):
         return dataclasses.replace(
             report, unresponsive=report.node_alive, died=not report.node_alive, still_running=False
@@ -460,7 +439,7 @@ def reports_after_failed_start(
     if not workers:
         return ()
     # a call that no other call of the start delays
-    pings = [worker.actor.kept_state.remote() for worker in workers]
+    pings = [worker.actor.ping_rank.remote() for worker in workers]
     ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
     nodes = {node.node_id: node for node in read_nodes()}
     reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
@@ -474,6 +453,6 @@ def _with_answer(report: RankReport, ping: Any) -> RankReport:
     """Return ``report`` with the result of an answered call to its rank's process."""
     try:
         ray.get(ping)
-    except RayActorError as exc:
+    except RayError as exc:
         return with_error(report, exc)
     return report

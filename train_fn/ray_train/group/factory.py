@@ -1,48 +1,20 @@
-"""Create the worker group of each attempt: in the processes of earlier ranks if there are any, else
-in fresh ones."""
+"""Create the worker group of each attempt, on the hosts of earlier ones where there are any."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.group.end import SurvivingProcess, Survivors
+from train_fn.ray_train.group.end import Host, Hosts
 from train_fn.ray_train.group.left_states import LeftStates, may_lie_elsewhere
 from train_fn.ray_train.group.node_checks import LinkChecks, PreflightChecks
 from train_fn.ray_train.group.placement import Placement
 from train_fn.ray_train.group.rank_actors import RankActors
 from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
-from train_fn.ray_train.ray_internals import WorkerGroupStartupTimeoutError
 from train_fn.ray_train.scaling import LiveNodes
 from train_fn.recovery.launch import Engine, RankLaunch
-
-
-class StayedStarts:
-    """Learn how long groups with processes of earlier ranks take to start."""
-
-    FIRST_S = 30.0
-    """Limit in seconds while nothing is known."""
-    LEAST_S = 10.0
-    """Lowest limit in seconds."""
-    FACTOR = 5.0
-    """Limit as a multiple of the longest recent start."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=10)
-
-    def note(self, seconds: float) -> None:
-        """Note the duration of a start that went well."""
-        self._recent.append(seconds)
-
-    @property
-    def limit_s(self) -> float:
-        """Return the longest start in seconds before fresh processes take over."""
-        if not self._recent:
-            return self.FIRST_S
-        return max(self.LEAST_S, self.FACTOR * max(self._recent))
 
 
 class GroupFactory:
@@ -55,6 +27,7 @@ class GroupFactory:
         nodes: the nodes to choose from.
         on_new: called before a group is created.
         on_started: called with a group and its workers once these have their ranks.
+        is_stopping: returns whether the run is to stop.
     """
 
     def __init__(
@@ -65,57 +38,30 @@ class GroupFactory:
         nodes: LiveNodes,
         on_new: Callable[[], None],
         on_started: Callable[[EverstepWorkerGroup, list[Any]], None],
+        is_stopping: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._attempt_log = attempt_log
         self._placement = placement
         self._nodes = nodes
         self._on_new = on_new
-        self._on_started = on_started
+        self._on_started, self._is_stopping = on_started, is_stopping
         self._preflight = PreflightChecks(
             engine.settings, {place.node_id for place in engine.history.workers}, nodes.exclude
         )
         self.links = LinkChecks(engine.settings, nodes.exclude)
-        spec, settings = engine.job.spec, engine.settings
-        self.in_process = (
-            spec.recovery.in_process and settings.in_process and not spec.runs_own_function
-        )
-        """Whether the processes of survivors may serve the next attempt."""
-        self.survivors = Survivors(settings.hold_s)
-        self._starts = StayedStarts()
+        self.keeps_hosts = not engine.job.spec.runs_own_function
+        """Whether hosts serve several attempts. One in whose process the user's code runs does
+        not."""
+        self.hosts = Hosts(engine.settings.hold_s)
         self.last: EverstepWorkerGroup | None = None
         """The newest group, even if its start failed."""
 
     def create(self, **kwargs: Any) -> EverstepWorkerGroup:
-        """Create and start the next attempt's group.
-
-        If it cannot start in the processes of earlier ranks, these are ended, and fresh ones take
-        over. That counts as no failure, unless a node is gone or was found unfit.
-        """
-        survivors = self.survivors.take()
-        if survivors:
-            began = time.monotonic()
-            try:
-                group = self._start(survivors, **kwargs)
-                self._starts.note(time.monotonic() - began)
-                return group
-            except Exception as exc:
-                if not self._falls_back(exc):
-                    raise
-                self._attempt_log.fell_back(f"ranks could not start there: {exc}")
-        return self._start([], **kwargs)
-
-    def _falls_back(self, exc: Exception) -> bool:
-        """Return whether fresh processes may do better than the group whose start failed."""
-        group = self.last
-        if group is None or isinstance(exc, WorkerGroupStartupTimeoutError):
-            return False
-        return not group.is_refused and all(report.node_alive for report in group.start_reports)
-
-    def _start(self, survivors: Sequence[SurvivingProcess], **kwargs: Any) -> EverstepWorkerGroup:
+        """Create and start the next attempt's group."""
         self._on_new()
         launch = self._launch(self._attempt_log.next_attempt())
-        self.last = self._new_group(launch, survivors, **kwargs)
+        self.last = self._new_group(launch, self.hosts.take(), **kwargs)
         self.last._start()
         return self.last
 
@@ -130,15 +76,15 @@ class GroupFactory:
             ),
             silent_peer_s=self._engine.settings.silent_peer_s,
             meets_to_report=self._engine.job.spec.runs_own_function,
-            in_process=self.in_process,
         )
 
     def _new_group(
-        self, launch: RankLaunch, survivors: Sequence[SurvivingProcess], **kwargs: Any
+        self, launch: RankLaunch, hosts: Sequence[Host], **kwargs: Any
     ) -> EverstepWorkerGroup:
         settings = self._engine.settings
         actors = RankActors(
             launch,
+            self._engine.job,
             settings,
             self._placement,
             self._nodes.read,
@@ -146,15 +92,15 @@ class GroupFactory:
             self._preflight,
             self.links,
             self._bring,
-            survivors,
-            self._starts.limit_s,
+            hosts,
+            self._is_stopping,
+            self._attempt_log.built,
         )
         return EverstepWorkerGroup(
             actors,
-            self.survivors,
+            self.hosts,
             settings,
             self._nodes.read,
-            stayed_start_s=self._starts.limit_s,
             meets_to_report=launch.meets_to_report,
             on_created=self._on_started,
             **kwargs,

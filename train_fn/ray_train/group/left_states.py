@@ -176,8 +176,8 @@ def may_lie_elsewhere(
     kept: Collection[int], ending: Collection[int], done: int, *, in_pieces: bool
 ) -> bool:
     """Return whether the newest state may lie where the next group has no rank, given the steps of
-    the states that its processes keep, those in processes that end, and the steps done. No process
-    keeps all of a state ``in_pieces``."""
+    the states that ranks of its hosts have left, those of hosts that end, and the steps done. No
+    rank leaves all of a state ``in_pieces``."""
     return done > 0 and (in_pieces or max(kept, default=0) < max([done, *ending]))
 
 

@@ -19,7 +19,7 @@ from everstep.wire.events import EventKind
 from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.group.end import UNNOTICED
 from train_fn.ray_train.group.node_checks import find_gone
-from train_fn.ray_train.rank_process import TRAINING_THREAD
+from train_fn.recovery.hang import TRAINING_THREAD
 from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
@@ -174,7 +174,7 @@ Reports = tuple[RankReport, ...]
 
 
 class StartLimit:
-    """When a start has to end. It may be moved forward while the start is watched."""
+    """When a start has to end. It may be moved back while the start is watched."""
 
     def __init__(self, limit_s: float) -> None:
         self._at = time.monotonic() + limit_s
@@ -182,9 +182,9 @@ class StartLimit:
         """Set when the limit has moved, and when the start has ended."""
         self.ended = False
 
-    def within(self, seconds: float) -> None:
-        """Let the start end within so many seconds from now, if not earlier."""
-        self._at = min(self._at, time.monotonic() + seconds)
+    def add(self, seconds: float) -> None:
+        """Let the start take so many seconds more."""
+        self._at += seconds
         self.changed.set()
 
     def left_s(self) -> float:
@@ -262,7 +262,9 @@ class HungRanks:
         self._ranks: list[int] = []
         self._reason = ""
 
-    def kill(self, workers: Sequence[Any], reason: str) -> list[int]:
+    def kill(
+        self, workers: Sequence[Any], reason: str, end: Callable[[Any], object]
+    ) -> list[int]:
         """Read every rank's stack and counts of collectives, kill the ranks that hold up the
         others, and return them. If all stacks wait in a collective, the counts decide.
 
@@ -272,6 +274,7 @@ class HungRanks:
         Args:
             workers: the group's workers, by rank.
             reason: why they are taken for hung.
+            end: ends a rank, given its actor.
         """
         self._reason = reason
         self._stacks = answers([worker.actor.stack.remote() for worker in workers])
@@ -283,7 +286,7 @@ class HungRanks:
         )
         self._ranks = self._late or find_stuck(self._stacks)
         for rank in self._ranks:
-            ray.kill(workers[rank].actor)
+            end(workers[rank].actor)
         return self._ranks
 
     def explain(self, report: RankReport) -> RankReport:

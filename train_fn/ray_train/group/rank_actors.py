@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.ray_train.group.end import NO_STATE, SurvivingProcess, end_processes, leave_states
+from train_fn.ray_train.group.end import Host, end_hosts, leave_states
 from train_fn.ray_train.group.node_checks import (
     ExcludeNodes,
     LinkChecks,
@@ -34,35 +34,38 @@ from train_fn.ray_train.ray_internals import (
 from train_fn.ray_train.scaling import ReadNodes
 from train_fn.ray_train.worker_actor import KEPT, WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.launch import RankLaunch
+from train_fn.recovery.launch import RankJob, RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
 
+_LOOK_S = 0.2
 _ANSWER_S = 2.0
-"""Seconds in which processes of earlier ranks answer, unless they are busy or stopped."""
+"""Seconds in which hosts of earlier attempts answer, unless they are busy or stopped."""
 
 
 class RankActors:
-    """The actors of one attempt, from their bundles to their end.
+    """The hosts of one attempt's ranks, from their bundles to their end.
 
     Args:
         launch: the attempt's parameters.
+        job: what the ranks train.
         settings: timeouts.
         placement: the run's bundles.
         read_nodes: returns the current nodes of the cluster.
         exclude: called with nodes that get no ranks for a while.
         preflight: checks nodes that are new to the run.
         links: checks nodes between which an earlier attempt failed.
-        bring: brings a newer state to the group's nodes, given these, the processes that it uses,
-            and those that end.
-        survivors: processes of earlier ranks, newest state first. Those on chosen nodes serve this
-            attempt; the others are ended.
-        answer_s: longest time in seconds for one of them to begin this attempt.
+        bring: brings a newer state to the group's nodes, given these, the hosts that it uses, and
+            those that end.
+        hosts: of earlier attempts. Those on chosen nodes serve this one; the others are ended.
+        is_stopping: returns whether the run is to stop, so that no build is waited for.
+        on_built: called with what became of the build on each node.
     """
 
     def __init__(
         self,
         launch: RankLaunch,
+        job: RankJob,
         settings: RecoverySettings,
         placement: Placement,
         read_nodes: ReadNodes,
@@ -70,12 +73,12 @@ class RankActors:
         preflight: PreflightChecks,
         links: LinkChecks,
         bring: Callable[..., None],
-        survivors: Sequence[SurvivingProcess] = (),
-        answer_s: float = float("inf"),
+        hosts: Sequence[Host],
+        is_stopping: Callable[[], bool],
+        on_built: Callable[[Sequence[RankReady], Sequence[Any]], None],
     ) -> None:
-        self.launch = launch
-        self._survivors = list(survivors)
-        self._answer_s = answer_s
+        self.launch, self._job = launch, job
+        self._hosts = list(hosts)
         self._settings = settings
         self._placement = placement
         self._read_nodes = read_nodes
@@ -83,26 +86,18 @@ class RankActors:
         self._preflight = preflight
         self._links = links
         self._bring = bring
+        self._is_stopping, self._on_built = is_stopping, on_built
         self._nodes: dict[str, NodeView] = {}
         self._bundles: list[Bundle] = []
         self._actors: list[Any] = []
-        self._born_at: dict[int, float] = {}
-        """The start of each rank's process, by its process id, in Unix seconds."""
         self.oom_kills: dict[int, int | None] = {}
         """The out-of-memory kills of a rank's node when the rank began, by its process id."""
         self.reports: tuple[RankReport, ...] = ()
         """Reports on the ranks if the start failed."""
-        self.is_refused = False
-        """Whether a check of the nodes found why ranks cannot work there."""
-        self._processes = {(one.bundle.node_id, one.pid) for one in survivors}
+        self._processes = {(one.bundle.node_id, one.pid) for one in hosts}
         """The processes of the group that are known, each with its node."""
         self._was_silent = False
         """Whether a process did not answer in time, or is stopped."""
-
-    @property
-    def num_stayed(self) -> int:
-        """Return the number of ranks in processes of earlier ranks."""
-        return len(self._survivors)
 
     def reserve(self, context: Any, timeout_s: float) -> bool:
         """Take the group's bundles. Return False if the cluster did not grant them in time.
@@ -120,14 +115,14 @@ class RankActors:
             num_workers=context.num_workers,
             strategy=context.placement_strategy,
         )
-        used = _on(chosen or {}, self._survivors)
+        used = _on(chosen or {}, self._hosts)
         self._end_all_but(used, chosen or {})
         bundles = (
             self._placement.reserve(
                 chosen,
                 context.resources_per_worker,
                 timeout_s,
-                prefer=[one.bundle for one in self._survivors],
+                prefer=[one.bundle for one in self._hosts],
             )
             if chosen is not None
             else None
@@ -142,53 +137,50 @@ class RankActors:
 
         Raise WorkerGroupStartupFailedError if an actor does not start or its node does not fit.
         """
-        stayed = {one.bundle.number: one.actor for one in self._survivors}
-        actors = self._actors = self._with_new_actors(resources_per_worker, stayed)
+        self._actors = actors = self._with_new_actors(resources_per_worker)
         self.launch = launch = dataclasses.replace(
-            self.launch,
-            num_nodes=len({bundle.node_id for bundle in self._bundles}),
-            num_stayed=sum(one.step != NO_STATE for one in self._survivors),
+            self.launch, num_nodes=len({bundle.node_id for bundle in self._bundles})
         )
-        readiness = [actor.prepare.remote(launch) for actor in actors]
+        self._require_none_stopped()
+        self._wait_for_builds([actor.build.remote(launch, self._job) for actor in actors])
+        readiness = [actor.prepare.remote(launch, self._job) for actor in actors]
         metadata = [actor.get_metadata.remote() for actor in actors]
-        from_before = [
-            ref
-            for bundle, ref in zip(self._bundles, readiness, strict=True)
-            if bundle.number in stayed
-        ]
-        self._require_none_stopped(from_before)
         try:
-            prepared(from_before, self._settings, self._answer_s)
             ready: list[RankReady] = prepared(readiness, self._settings)
             metas = prepared(metadata, self._settings)
         except WorkerGroupStartupFailedError as exc:
             self._was_silent = isinstance(exc.__cause__, GetTimeoutError)
             raise
-        self._processes |= {(meta.node_id, meta.pid) for meta in metas}
+        self._processes |= {
+            (meta.node_id, rank.host_pid) for rank, meta in zip(ready, metas, strict=True)
+        }
+        self._on_built(ready, metas)
         self._check(ready, metas)
-        self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         return [
             Worker(actor, meta, resources_per_worker, placement_group_bundle_index=0)
             for actor, meta in zip(actors, metas, strict=True)
         ]
 
-    def was_idle(self, pid: int) -> bool:
-        """Return whether a rank runs in a process that was there, idle, before the group began. The
-        processes of earlier ranks were not idle."""
-        stayed = any(one.pid == pid for one in self._survivors)
-        return not stayed and self._born_at[pid] < self.launch.started_at
+    def _wait_for_builds(self, builds: Sequence[Any]) -> None:
+        """Wait until the task is built on every node, however long that takes. Raise
+        WorkerGroupStartupFailedError if a host is gone, or the run is to stop."""
+        left = list(builds)
+        while left:
+            done, left = ray.wait(left, num_returns=len(left), timeout=_LOOK_S)
+            prepared(done, self._settings)
+            if left and self._is_stopping():
+                raise WorkerGroupStartupFailedError("the run is to stop while its task is built")
 
-    def as_survivor(self, actor: Any, pid: int, step: int) -> SurvivingProcess:
+    def as_host(self, actor: Any, pid: int, step: float) -> Host:
         """Return an actor of this group as one that can serve another attempt.
 
         Args:
-            actor: of one of its ranks.
             pid: of its process.
-            step: of the state that the rank left.
+            step: of the state that its rank has left; -1 for none.
         """
         number = next(place for place, each in enumerate(self._actors) if each is actor)
-        return SurvivingProcess(actor, self._bundles[number], pid, step)
+        return Host(actor, self._bundles[number], pid, step)
 
     def give_up(self, reports: tuple[RankReport, ...]) -> None:
         """Make the start fail at once by killing the actors. ``reports`` say why, unless a check
@@ -200,14 +192,14 @@ class RankActors:
         """Kill the actors, except those in ``keep``. The run keeps their bundles.
 
         Args:
-            at_once: actors that cannot answer, so that they are not asked for a state first. A node
-                that has just died would take a second to fail.
+            at_once: actors that cannot answer, so that nothing is asked of them first. A node that
+                has just died would take a second to fail.
         """
         for actor in at_once:
             ray.kill(actor)
         doomed = [actor for actor in self._actors if actor not in keep and actor not in at_once]
-        unused = [one.actor for one in self._survivors if one.actor not in self._actors]
-        self._actors, self._survivors = [], []
+        unused = [one.actor for one in self._hosts if one.actor not in self._actors]
+        self._actors, self._hosts = [], []
         self._end([*doomed, *unused])
         if self._was_silent or any(report.unresponsive for report in self.reports):
             # Ray first asks a process to end, and a stopped one does not hear it. It would hold
@@ -216,55 +208,41 @@ class RankActors:
             self._placement.release()
 
     def _end(self, actors: Sequence[Any]) -> None:
-        """End processes. Ranks that may keep their state in their process first write it."""
-        if self.launch.in_process:
-            end_processes(list(actors), self._settings.hold_s)
-        else:
+        """End hosts. States that their ranks lend are written first."""
+        if self.launch.meets_to_report:
             for actor in list(actors):
                 ray.kill(actor)
+        else:
+            end_hosts(list(actors), self._settings.hold_s)
 
-    def _end_all_but(self, used: Sequence[SurvivingProcess], chosen: Collection[str]) -> None:
-        """End the survivors that this group does not use, before their bundles are removed and
-        before a rank looks for their states. A state that two used ones have is not written; one
-        that no used one has is brought to the ``chosen`` nodes."""
-        unused = [one for one in self._survivors if one not in used]
-        self._survivors = list(used)
-        asked = []
-        for one in unused:
-            if one.step == NO_STATE or sum(other.step >= one.step for other in used) > 1:
-                ray.kill(one.actor)
-            else:
-                asked.append(one)
-        leave_states([one.actor for one in asked], self._settings.hold_s)
+    def _end_all_but(self, used: Sequence[Host], chosen: Collection[str]) -> None:
+        """End the hosts that this group does not use, before their bundles are removed and before a
+        rank looks for their states. A state that no used one has is brought to the ``chosen``
+        nodes."""
+        unused = [one for one in self._hosts if one not in used]
+        self._hosts = list(used)
+        leave_states([one.actor for one in unused], self._settings.hold_s)
         if chosen:
-            self._bring(chosen, used, asked)
-        for one in asked:
+            self._bring(chosen, used, unused)
+        for one in unused:
             ray.kill(one.actor)
 
-    def _require_none_stopped(self, answers: Sequence[Any]) -> None:
-        """Raise WorkerGroupStartupFailedError if a process of an earlier rank is stopped. The
-        others answer at once.
-
-        Args:
-            answers: references to what these processes answer.
-        """
-        if not answers:
+    def _require_none_stopped(self) -> None:
+        """Raise WorkerGroupStartupFailedError if a host of an earlier attempt is stopped. The
+        others answer at once."""
+        if not self._hosts:
             return
-        _, late = ray.wait(list(answers), num_returns=len(answers), timeout=_ANSWER_S)
+        pings = [one.actor.get_metadata.remote() for one in self._hosts]
+        _, late = ray.wait(pings, num_returns=len(pings), timeout=_ANSWER_S)
         stopped = find_stopped(self._processes) if late else set()
         if stopped:
             self._was_silent = True
             who = ", ".join(f"{pid} on node {node_id}" for node_id, pid in sorted(stopped))
-            raise WorkerGroupStartupFailedError(f"the process of a rank is stopped: {who}")
+            raise WorkerGroupStartupFailedError(f"the host of a rank is stopped: {who}")
 
-    def _with_new_actors(
-        self, resources_per_worker: dict[str, float], stayed: Mapping[int, Any]
-    ) -> list[Any]:
-        """Return an actor for each bundle: the one that stayed there, else a new one.
-
-        Args:
-            stayed: actors by the number of their bundle.
-        """
+    def _with_new_actors(self, resources_per_worker: dict[str, float]) -> list[Any]:
+        """Return an actor for each bundle: the host that stayed there, else a new one."""
+        stayed = {one.bundle.number: one.actor for one in self._hosts}
         new = iter(
             new_actors(
                 [bundle for bundle in self._bundles if bundle.number not in stayed],
@@ -286,7 +264,6 @@ class RankActors:
             unfit = self._preflight.run(self._actors, metas)
         except LinksBroken as exc:
             self.reports = link_reports(exc, metas)
-            self.is_refused = True
             raise
         self._raise_for(unfit)
 
@@ -294,7 +271,6 @@ class RankActors:
         """Raise WorkerGroupStartupFailedError if there are reports on ranks that cannot work."""
         self.reports = reports
         if reports:
-            self.is_refused = True
             raise WorkerGroupStartupFailedError(
                 "; ".join(sorted({report.error.summary for report in reports if report.error}))
             )
@@ -314,10 +290,10 @@ def new_actors(bundles: Sequence[Bundle], per_worker: Mapping[str, float]) -> li
     ]
 
 
-def _on(chosen: Mapping[str, int], survivors: Sequence[SurvivingProcess]) -> list[SurvivingProcess]:
-    """Return the survivors for which there is room: on each node at most as many as it takes."""
+def _on(chosen: Mapping[str, int], hosts: Sequence[Host]) -> list[Host]:
+    """Return the hosts for which there is room: on each node at most as many as it takes."""
     room, used = Counter(chosen), []
-    for one in survivors:
+    for one in hosts:
         if room[one.bundle.node_id] > 0:
             room[one.bundle.node_id] -= 1
             used.append(one)

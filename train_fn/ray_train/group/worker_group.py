@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from math import inf
 from typing import Any
 
 import ray
@@ -17,14 +16,14 @@ from ray.util.placement_group import PlacementGroup
 
 from train_fn.ray_train.group.end import (
     GroupShutdown,
-    Survivors,
-    kept_steps_of,
+    Hosts,
+    end_rank,
     reports_after_failed_start,
     reports_of_slow_start,
     with_unheard,
 )
 from train_fn.ray_train.group.node_checks import end_stopped
-from train_fn.ray_train.group.patience import HungRanks, PollPatience, StartLimit, watched_start
+from train_fn.ray_train.group.patience import HungRanks, PollPatience, answers, watched_start
 from train_fn.ray_train.group.placement import Reservation, end_barrier, no_barrier
 from train_fn.ray_train.group.rank_actors import RankActors
 from train_fn.ray_train.ray_internals import (
@@ -40,7 +39,6 @@ from train_fn.ray_train.worker_actor import EverstepTrainWorker
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.staying import SOON_WRITTEN_BYTES, first_of_each_node
 from train_fn.step.nccl import group_backend, is_known_to_fail
 
 
@@ -49,9 +47,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     Args:
         actors: creates the ranks' actors.
-        survivors: takes the processes that serve the next attempt.
-        stayed_start_s: longest start in seconds, from when all processes are ready, of a group with
-            processes of earlier ranks.
+        hosts: takes the hosts that serve the next attempt.
         settings: timeouts.
         read_nodes: returns the current nodes of the cluster.
         meets_to_report: whether ranks synchronise at every report (see ``RankLaunch``).
@@ -64,22 +60,20 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def __init__(
         self,
         actors: RankActors,
-        survivors: Survivors,
+        hosts: Hosts,
         settings: RecoverySettings,
         read_nodes: ReadNodes,
         *,
-        stayed_start_s: float,
         meets_to_report: bool,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._actors = actors
-        self._survivors = survivors
-        self._stayed_start_s = stayed_start_s
-        self._start_limit: StartLimit | None = None
+        self._hosts = hosts
+        self._steps: dict[int, float] = {}
         self._keep: dict[int, int] = {}
-        """Ranks whose process serves the next attempt, with the step of the state they left."""
+        """Ranks whose host serves the next attempt, with its process id."""
         self._gone: list[int] = []
         """Ranks that died or do not answer."""
         self._settings = settings
@@ -102,11 +96,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return self._actors.reports
 
     @property
-    def num_stayed(self) -> int:
-        """Return the number of ranks in processes of earlier ranks."""
-        return self._actors.num_stayed
-
-    @property
     def is_refused(self) -> bool:
         """Return whether a check of the nodes found why the group cannot start."""
         return self._actors.is_refused
@@ -127,7 +116,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self._settings.group_start_s,
             lambda: reports_of_slow_start(self._ranked, self._read_nodes),
             self._actors.give_up,
-        ) as self._start_limit:
+        ):
             try:
                 with nullcontext() if self._meets_to_report else no_barrier():
                     self._start_impl(builder)
@@ -164,8 +153,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             replica_group_size,
         )
         self._on_created(self, self._ranked)
-        if self.num_stayed and self._start_limit is not None:
-            self._start_limit.within(self._stayed_start_s)
         return self._ranked
 
     # -- while it runs
@@ -200,16 +187,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """Return whether this host is cut off from all others."""
         return self._patience.is_cut_off(self.get_workers())
 
-    def processes_by_node(self) -> dict[str, tuple[int, int]]:
-        """Return for each node id the number of ranks, and how many of them reused processes that
-        were idle before the group began."""
-        found: dict[str, tuple[int, int]] = {}
-        for worker in self._ranked:
-            ranks, taken = found.get(worker.metadata.node_id, (0, 0))
-            was_idle = self._actors.was_idle(worker.metadata.pid)
-            found[worker.metadata.node_id] = (ranks + 1, taken + was_idle)
-        return found
-
     def ask_to_yield(self, *, hands_over: bool) -> None:
         """Ask every rank to exit at the next step that all agree on: with a final checkpoint, or,
         if the group hands over, with their states in their processes."""
@@ -224,7 +201,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def break_hang(self, reason: str) -> list[int]:
         """Kill the ranks that hold up the others, and return them. ``wait_for_survivors`` reports
         ``reason`` for them."""
-        return self._hung.kill(self.get_workers(), reason)
+        return self._hung.kill(self.get_workers(), reason, self._end)
 
     def abandon(self, node_ids: Collection[str]) -> list[int]:
         """Kill the ranks on nodes that are about to be removed, so that their peers exit with their
@@ -240,42 +217,35 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         if len(ranks) == len(self.get_workers()):
             return self.break_hang("its node is about to be removed, and it did not exit in time")
         for rank in ranks:
-            ray.kill(self.get_workers()[rank].actor)
+            self._end(self.get_workers()[rank].actor)
         return ranks
+
+    @property
+    def _end(self) -> Callable[[Any], object]:
+        """Return what ends a rank: it, or the host in whose process it runs."""
+        return ray.kill if self._meets_to_report else end_rank
 
     # -- end
 
-    def keep(
-        self, steps: Mapping[int, int], insured: Collection[int] = (), most_bytes: float = inf
-    ) -> None:
-        """Let the processes of these ranks serve the next attempt.
+    def keep_hosts(self, steps: Mapping[int, float]) -> None:
+        """Let the hosts that answer serve the next attempt. Their ranks end, unless they lend their
+        states.
 
         Args:
-            steps: the step of the state that each left, by rank.
-            insured: ranks that write the state they keep as a snapshot, while the next attempt
-                starts.
-            most_bytes: of a state that is written so.
+            steps: the step of the state that each rank has left.
         """
-        self._keep = dict(steps)
-        for rank in insured:
-            self.get_workers()[rank].actor.insure_kept_state.remote(most_bytes)
-
-    def keep_all(self, apart_from: Collection[str]) -> None:
-        """Let the processes serve the next attempt whose ranks have handed over. All have the same
-        state. As after a failure, one of each node also writes it, if it is small or if no other
-        process has it.
-
-        Args:
-            apart_from: ids of nodes that are about to be removed.
-        """
-        workers = self.get_workers()
-        steps = kept_steps_of([worker.actor for worker in workers])
-        outside = self.ranks_outside(apart_from)
-        staying = {rank: steps[rank] for rank in outside if rank in steps}
-        self._gone = [rank for rank in range(len(workers)) if rank not in staying]
-        insured = first_of_each_node({rank: workers[rank].metadata.node_id for rank in staying})
-        most_bytes = SOON_WRITTEN_BYTES if len(staying) > 1 else inf
-        self.keep(staying, insured, most_bytes)
+        self._steps = dict(steps)
+        alive = {node.node_id for node in self._read_nodes() if node.reachable}
+        asked = {
+            rank: worker.actor.release.remote()
+            for rank, worker in enumerate(self.get_workers())
+            if worker.metadata.node_id in alive
+        }
+        pids = answers(list(asked.values()))
+        self._keep = {
+            rank: pids[number] for number, rank in enumerate(asked) if pids[number] is not None
+        }
+        self._gone = [rank for rank in range(len(self.get_workers())) if rank not in self._keep]
 
     def wait_for_survivors(self, patience_s: Callable[[], float]) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.
@@ -290,14 +260,14 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
         errors = {rank: status.error for rank, status in polled.items()}
         silent_s = ABORTING_SILENT_S if self.must_abort else SILENT_S
-        shutdown = GroupShutdown(self.get_workers(), self._read_nodes, errors, silent_s)
+        shutdown = GroupShutdown(self.get_workers(), self._read_nodes, errors, silent_s, self._end)
         reports = with_unheard(
             shutdown.reports_within(self._settings.hold_s, patience_s),
             {worker.metadata.node_id: worker.metadata.node_ip for worker in self.get_workers()},
         )
-        self._gone = [report.rank for report in reports if report.died or report.unresponsive]
         reports = tuple(map(self._hung.explain, reports))
-        if silent := [(each.node_id, each.pid) for each in reports if each.unresponsive]:
+        silent = [(each.node_id, each.pid) for each in reports if each.unresponsive]
+        if silent and self._meets_to_report:
             end_stopped(silent)  # what Ray has given up to kill would keep out its successor
         return reports
 
@@ -309,7 +279,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return not is_known_to_fail(backend)
 
     def shutdown(self) -> None:
-        """End the group at once, except for processes that serve the next attempt. Its ranks have
+        """End the group at once, except for hosts that serve the next attempt. Its ranks have
         settled by then, and a process that ends needs no orderly shutdown."""
         self._assert_active()
         with invoke_context_managers(
@@ -321,7 +291,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                     callback.before_worker_group_shutdown(self)
             barrier = self.get_worker_group_state().sync_actor
             kept = [
-                self._actors.as_survivor(worker.actor, worker.metadata.pid, self._keep[rank])
+                self._actors.as_host(worker.actor, self._keep[rank], self._steps.get(rank, -1))
                 for rank, worker in enumerate(self.get_workers())
                 if rank in self._keep
             ]
@@ -329,7 +299,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self._clear_state()
             end_barrier(barrier)
             self._actors.kill(keep=[one.actor for one in kept], at_once=gone)
-            self._survivors.hold(kept)
+            self._hosts.hold(kept)
             for callback in self._callbacks:
                 callback.after_worker_group_shutdown(self._worker_group_context)
 

@@ -1,4 +1,6 @@
-"""A rank under Ray: everything around the loop, its journal, and its reports to Ray Train."""
+"""A rank: everything around the loop, and its journal. Imports no Ray: what a rank asks of Ray it
+asks its host (``Outside``).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,6 @@ import gc
 import importlib
 import logging
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +16,6 @@ from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
-import ray
-import ray.train
 import torch
 
 from everstep.wire import ErrorKind
@@ -28,6 +26,7 @@ from storage.run_dir import CheckpointName, RunDir
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
 from train_fn.journal.client import ActorJournalClient
+from train_fn.journal.follower import Deliver
 from train_fn.journal.rank_log import RankLog
 from train_fn.node import children
 from train_fn.node.device import with_device_evidence
@@ -35,10 +34,9 @@ from train_fn.node.memory import wait_for_free_memory
 from train_fn.node.network import unheard_hosts
 from train_fn.node.secrets import Redactor, process_redactor, secrets_set
 from train_fn.node.usage import GpuWatch, HostWatch, set_threads
-from train_fn.ray_train import rank_process
-from train_fn.ray_train.journal_actor import deliver_to
+from train_fn.ranks import process
 from train_fn.recovery.evidence import StepFailed, describe_error
-from train_fn.recovery.launch import YIELDED, Left, RankJob, RankLaunch
+from train_fn.recovery.launch import YIELDED, Left, Place, RankJob, RankLaunch
 from train_fn.step.peers import Peers
 from train_fn.storage_proof import prove_storage
 
@@ -64,38 +62,49 @@ REPORT_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-def run_rank(config: dict[str, RankJob]) -> str | None:
-    """Train. Ray Train calls this on every rank.
+@dataclass(frozen=True)
+class Outside:
+    """What a rank asks of the cluster."""
 
-    Return None when all steps are done, the stop request that ended the loop, or ``YIELDED``.
+    deliver: Deliver
+    """Brings events to the run's journal."""
+    report: Callable[[str, dict[str, float]], None]
+    """Reports a committed checkpoint to Ray Train, in the background."""
+    close: Callable[[], bool]
+    """Waits until all reports are taken. Returns False if that takes too long."""
+    device: Callable[[], torch.device]
+
+
+def run_rank(job: RankJob, place: Place, outside: Outside) -> str | None:
+    """Train. Return None when all steps are done, the stop request that ended the loop, or
+    ``YIELDED``.
+
     Raise StepFailed for every error: it survives pickling, which an exception of another class may
     not.
     """
     children.connected()
-    job, launch = config["job"], rank_process.current_launch()
-    place = ray.train.get_context()
-    rank = place.get_world_rank()
+    launch, rank = process.current_launch(), place.rank
     log = RankLog(job.run_dir, job.submission, launch.attempt, rank)
     redactor = log.redact = process_redactor()
     log.start()
     client = ActorJournalClient(
-        deliver_to(job.journal),
+        outside.deliver,
         f"rank-{rank}.a{launch.attempt:03d}",
         launch.attempt,
         interval_s=max(0.5, job.run_dir.storage.batch_s),
         beat_s=BEAT_S if rank == 0 else OTHERS_BEAT_S,
         on_superseded=partial(_leave_at_once, launch),
     )
-    rank_process.note_flush(lambda: (log.flush(), client.flush(ASK_S)))
+    process.note_flush(lambda: (log.flush(), client.flush(ASK_S)))
     try:
         with secrets_set(job.spec, redactor):
             journal = RankJournal(
-                client, launch, rank, place.get_world_size(), runs_script=job.spec.runs_script
+                client, launch, rank, place.world_size, runs_script=job.spec.runs_script
             )
-            stop = _train(job, launch, journal)
+            stop = _train(job, place, launch, journal, outside)
             return _outcome(stop, client)
     except BaseException as exc:
-        raise _failure(exc, rank, job, redactor) from None
+        raise _failure(exc, rank, outside.device, redactor) from None
     finally:
         client.close(FLUSH_S)
         log.end_attempt()
@@ -107,17 +116,19 @@ def _outcome(stop: Left | None, client: ActorJournalClient) -> str | None:
         raise StorageUnavailable(
             f"the journal did not accept this rank's last events within {LAST_FLUSH_S:g} s"
         )
-    if stop is None or stop == YIELDED or not rank_process.yield_asked():
+    if stop is None or stop == YIELDED or not process.yield_asked():
         return stop
     client.ask(ASK_S)  # rank 0 may know of the user's stop request before this rank does
     return stop if client.stop_requested is not None else YIELDED
 
 
-def _failure(exc: BaseException, rank: int, job: RankJob, redactor: Redactor) -> StepFailed:
+def _failure(
+    exc: BaseException, rank: int, device: Callable[[], torch.device], redactor: Redactor
+) -> StepFailed:
     """Describe and log an error. Secrets are removed from its texts."""
     error = describe_error(exc, rank)
     if error.kind is ErrorKind.DEVICE:
-        error = with_device_evidence(error, _device(job.use_gpu))
+        error = with_device_evidence(error, device())
     error = dataclasses.replace(redactor.error(error), unheard=unheard_hosts())
     logger.error(
         "rank %d stopped at step %s (%s): %s\n%s",
@@ -130,12 +141,12 @@ def _failure(exc: BaseException, rank: int, job: RankJob, redactor: Redactor) ->
     return StepFailed(error)
 
 
-def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Left | None:
+def _train(
+    job: RankJob, place: Place, launch: RankLaunch, journal: RankJournal, outside: Outside
+) -> Left | None:
     """Run the loop, or the user's function, to its end."""
     set_threads(job.spec)
-    reports = CheckpointReports(job.run_dir, rank_process.note_report)
-    reports.start()
-    context = _context(job, launch, journal, reports)
+    context = _context(job, place, launch, journal, outside)
     logger.info(
         "rank %d of %d, attempt %d, on node %s, device %s",
         context.world_rank,
@@ -155,8 +166,8 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Left | Non
     ):
         stop = train(context)
     # The controller takes one report per poll, so from here on the rank waits for polls.
-    rank_process.note_trained()
-    if not reports.close(REPORT_S):
+    process.note_trained()
+    if not outside.close():
         logger.warning("Ray Train did not take all reports of checkpoints within %g s", REPORT_S)
     return stop
 
@@ -182,57 +193,41 @@ def _freeze_imports() -> None:
 
 
 def _context(
-    job: RankJob, launch: RankLaunch, journal: RankJournal, reports: CheckpointReports
+    job: RankJob, place: Place, launch: RankLaunch, journal: RankJournal, outside: Outside
 ) -> WorkerContext:
     """Return the rank's place in its attempt."""
-    place = ray.train.get_context()
     return WorkerContext(
         spec=job.spec,
         run_dir=job.run_dir,
         submission=job.submission,
         attempt=launch.attempt,
-        world_rank=place.get_world_rank(),
-        world_size=place.get_world_size(),
-        local_rank=place.get_local_rank(),
-        local_world_size=place.get_local_world_size(),
-        node_id=ray.get_runtime_context().get_node_id(),
+        world_rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        node_id=place.node_id,
         num_nodes=launch.num_nodes,
-        device=_device(job.use_gpu),
+        device=outside.device(),
         journal=journal,
-        report_checkpoint=reports.add,
+        report_checkpoint=outside.report,
         profile_ordered=journal.profile_ordered,
         flip_ordered=journal.flip_ordered,
         holds_lease=journal.holds_lease,
         journaled_step=journal.journaled_step,
         steps_before=launch.last_step or 0,
-        report_state_bytes=rank_process.note_state_bytes,
-        report_kept=rank_process.note_kept,
-        is_abandoned=rank_process.is_abandoned,
-        in_process=launch.in_process,
+        report_state_bytes=process.note_state_bytes,
+        report_kept=process.note_kept,
+        is_abandoned=process.is_abandoned,
         hands_over=journal.hands_over,
+        on_restored=process.note_restored,
         on_replaced=lambda why: _leave_at_once(launch),
     )
-
-
-@cache
-def _device(use_gpu: bool) -> torch.device:
-    """Return the rank's device, the same for all attempts in this process.
-
-    Ray numbers it among the GPUs of all ranks on the node, which it makes visible to each of them
-    once they are created. A process that had used CUDA by then, for example to check its node,
-    still sees only its own. A later attempt, with other ranks on the node, numbers it anew, but a
-    process that uses CUDA keeps its first numbers.
-    """
-    if not use_gpu:
-        return torch.device("cpu")
-    device = ray.train.torch.get_device()
-    return device if (device.index or 0) < torch.cuda.device_count() else torch.device("cuda", 0)
 
 
 def _leave_at_once(launch: RankLaunch) -> None:
     """End this process: a newer attempt runs, so this one must not write anything more into the
     run. If the newer one runs in this process, the older one has ended in order."""
-    if rank_process.current_launch() is not launch:
+    if process.current_launch() is not launch:
         return
     logger.error("a newer attempt has started without this rank; exiting")
     os._exit(1)
@@ -242,10 +237,6 @@ def _leave_at_once(launch: RankLaunch) -> None:
 
 # The journal as the loop of a rank sees it under Ray: with the controller's request to exit, and
 # with the report of a recovery.
-
-_IN_MEMORY = frozenset({"process", "snapshot"})
-"""Sources of a state that survivors of the failure left."""
-
 
 class RankJournal:
     """Pass a rank's events to its journal client. On rank 0 of an attempt that follows a failure,
@@ -302,12 +293,12 @@ class RankJournal:
     def stop_requested(self) -> Stop | None:
         """Return the user's stop request. A request to exit from the controller looks like a pause,
         so that the loop saves and exits. ``run_rank`` tells them apart."""
-        return self._client.stop_requested or ("pause" if rank_process.yield_asked() else None)
+        return self._client.stop_requested or ("pause" if process.yield_asked() else None)
 
     def hands_over(self) -> bool:
         """Return whether the controller has asked for the exit, for a group in which processes of
         this one go on, and the user for none."""
-        return self._client.stop_requested is None and rank_process.hands_over()
+        return self._client.stop_requested is None and process.hands_over()
 
     def profile_ordered(self) -> ProfileOrder | None:
         """Return the newest profile that was requested."""
@@ -386,8 +377,6 @@ class RankJournal:
     def _rung(self) -> str | None:
         """Return the rung that served the recovery; None if the run began anew, or if a user's own
         loop restores its state."""
-        if self._launch.num_stayed and self._source in _IN_MEMORY:
-            return Rung.IN_PROCESS.value
         return self._source if self._source in set(Rung) else None
 
 
@@ -399,79 +388,3 @@ def _rejected_step(restored: dict[str, Any], attempt: int) -> int:
     """
     names = [CheckpointName.parse(str(each["name"])) for each in restored.get("rejected") or ()]
     return max((name.step for name in names if name and name.attempt == attempt), default=0)
-
-
-# ---------------------------------------------------------------- checkpoint reports
-
-# Report committed checkpoints to Ray Train in the background.
-#
-# ``ray.train.report`` waits until the controller has taken the previous report, which may take
-# seconds. So each rank reports on a thread. All ranks add the same checkpoints in the same order,
-# so reports need no synchronisation (``RankLaunch.meets_to_report``).
-
-
-@dataclass(frozen=True)
-class _Report:
-    name: str
-    metrics: dict[str, float]
-
-
-class CheckpointReports:
-    """Send one rank's reports in order. If a report fails, Ray Train does not learn of that
-    checkpoint, and nothing else is lost.
-
-    Args:
-        run_dir: holds the checkpoints where Ray Train expects them, so that nothing is copied.
-        on_report: called on the thread after each report, which then waits for the controller.
-    """
-
-    def __init__(self, run_dir: RunDir, on_report: Callable[[], None]) -> None:
-        self._run_dir = run_dir
-        self._on_report = on_report
-        self._queue: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="checkpoint-reports", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def add(self, name: str, metrics: dict[str, float]) -> None:
-        """Queue the report of a checkpoint by its directory's name. All ranks call this with the
-        same checkpoints in the same order."""
-        self._queue.put(_Report(name, metrics))
-
-    def close(self, timeout_s: float) -> bool:
-        """Wait until all reports are sent. Return False after ``timeout_s`` seconds."""
-        self._queue.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (report := self._queue.get()) is not None:
-            try:
-                self._report(report)
-                self._on_report()
-            except Exception as exc:
-                # The group is ending, or Ray fails. The training thread will notice by itself.
-                logger.warning(
-                    "checkpoint %s could not be reported to Ray Train: %s: %s",
-                    report.name,
-                    type(exc).__name__,
-                    exc,
-                )
-
-    def _report(self, report: _Report) -> None:
-        context = ray.train.get_context()
-        storage = context.get_storage()
-        # relative to the experiment's directory
-        path = "/".join(self._run_dir.checkpoints_path(report.name).rsplit("/", 2)[-2:])
-        checkpoint = None
-        if context.get_world_rank() == 0:
-            checkpoint = ray.train.Checkpoint(
-                storage.build_checkpoint_path_from_name(path), storage.storage_filesystem
-            )
-        ray.train.report(
-            metrics=report.metrics,
-            checkpoint=checkpoint,
-            checkpoint_dir_name=path,
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-        )

@@ -1,14 +1,12 @@
-"""The process of a rank: what its actor and its training thread tell each other.
+"""The process of a rank: what its host and its training thread tell each other.
 
-The actor's calls and the training thread run in one process and share this module's state, which
-``prepare`` replaces for each attempt. A process may serve several attempts, one after the other:
-``prepare`` first makes sure that nothing of the earlier one still runs.
+A process serves one attempt. The host's calls come on threads of their own and share this module's
+state with the thread that trains, which is the main one of a process that was forked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import sys
 import threading
@@ -16,8 +14,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
-
-import ray
 
 from train_fn.errors import EndedItself
 from train_fn.node import children
@@ -29,14 +25,12 @@ from train_fn.node.network import (
     watch_peers,
 )
 from train_fn.node.secrets import process_redactor
+from train_fn.recovery.hang import TRAINING_THREAD
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import take_environment
 from train_fn.step.nccl import abort_collectives, begin_attempt
-from train_fn.step.peers import close_connections, end_process_group
+from train_fn.step.peers import close_connections
 from train_fn.step.place_watch import asker
-
-TRAINING_THREAD = "TrainingThread"
-"""Ray Train's name for the thread that runs the training function."""
 
 RANK_NICENESS = -10
 """Priority of ranks over the processes that manage cluster and run: a rank that waits for a core
@@ -46,84 +40,61 @@ NODE_CORES_VARIABLE = "EVERSTEP_NODE_CORES"
 """Environment variable with the node's own cores, separated by commas. The embedded cluster sets it
 for its nodes."""
 
-ABORT_ENDS_S = 2.0
-"""Longest wait in seconds for the abort of an earlier attempt's collectives to end."""
-
-
 FREED_S = 2.0
 """Longest wait in seconds for a rank to leave by itself, since its peers' connections break."""
 
 
 class _Attempt:
-    """What the actor and the training thread of one attempt share."""
+    """What the host's calls and the training thread share."""
 
     def __init__(self, launch: RankLaunch) -> None:
         self.launch = launch
         self.yield_asked = threading.Event()
         self.hands_over = False
-        """Whether processes of this attempt go on in the next one, if the rank is asked to exit."""
+        """Whether a group follows at once that takes over the states, if the rank is asked to exit."""
         self.abandoned = threading.Event()
-        self.news = threading.Event()
-        """A report waits to be taken, or ``trained`` is set."""
-        self.trained = threading.Event()
         self.training: threading.Thread | None = None
         self.raise_error: Callable[[BaseException], None] | None = None
         """Ends the attempt of this rank with an error, from any thread."""
         self.flush: Callable[[], object] = bool
         """Makes the rank's events durable, as far as possible in a moment."""
         self.pid = os.getpid()
-        self.abort: threading.Thread | None = None
-        self.state_bytes = 0
-        """Size of the state that the rank would leave on its node."""
-        self.kept_step: int | None = None
-        """Step whose state was left on this node before the training thread was freed."""
-
-    def end(self) -> None:
-        """Release the call that waits for news. Raise RuntimeError if a thread of the attempt still
-        runs: it could touch the next one."""
-        if self.abort is not None:
-            self.abort.join(ABORT_ENDS_S)
-        for thread in (self.training, self.abort):
-            if thread is not None and thread.is_alive():
-                raise RuntimeError(
-                    f"{thread.name} of attempt {self.launch.attempt} still runs in this process"
-                )
-        self.trained.set()
-        self.news.set()
+        self.tell: Callable[..., object] = lambda name, *facts: None
+        """Tells the host of a rank in another process."""
 
 
 _attempt: _Attempt | None = None
 
 
-# -- calls of the actor
+# -- calls of the host
 
 
-def prepare(launch: RankLaunch) -> None:
-    """Begin an attempt. Its environment is set before anything of the attempt reads it.
+def prepare(launch: RankLaunch, ip: str, *, over_nccl: bool) -> None:
+    """Begin the attempt of this process. Its environment is set before anything reads it.
 
-    Raise RuntimeError if an earlier attempt has not ended in this process.
+    Args:
+        ip: the node's address in the cluster.
     """
     global _attempt
-    before = {} if _attempt is None else _attempt.launch.env
-    if _attempt is not None:
-        _attempt.end()
-        end_process_group()  # a rank that was asked to exit may not have ended it
-        gc.collect()
-    else:
-        threading.Thread(target=children.end_leftovers, name="end-leftovers", daemon=True).start()
+    threading.Thread(target=children.end_leftovers, name="end-leftovers", daemon=True).start()
     _attempt = _Attempt(launch)
     children.begin()
-    # what the task has set since stays: it is not built again
-    take_environment({k: each for k, each in launch.env.items() if before.get(k) != each})
-    take_debug_level(over_nccl=bool(ray.get_gpu_ids()))
+    take_environment(launch.env)
+    take_debug_level(over_nccl=over_nccl)
     keep_memory()
-    ip = ray.util.get_node_ip_address()
     meet_on_the_clusters_network(ip)
     meet_at_the_given_address()
     watch_peers(ip, launch.silent_peer_s)
     begin_attempt()
     take_precedence()
     os._exit = _tell_and_exit
+
+
+def tell_host(tell: Callable[..., object]) -> None:
+    """Let ``tell`` bring to the host what it has to know of a rank in another process."""
+    attempt = _current()
+    attempt.tell, attempt.training = tell, threading.current_thread()
+    attempt.raise_error = lambda error: tell("raise_error", error)
 
 
 def take_precedence() -> None:
@@ -141,7 +112,7 @@ def take_precedence() -> None:
 
 def ask_to_yield(number: int, hands_over: bool) -> None:
     """Ask the loop to exit at a step that all ranks agree on: with a final checkpoint, or, if it
-    hands over, with its state in this process. A request that comes after that attempt is void."""
+    hands over, with its state on the node. A request that comes after that attempt is void."""
     attempt = _current()
     if attempt.launch.attempt != number:
         return
@@ -159,10 +130,9 @@ def abandon() -> None:
     """
     attempt = _current()
     attempt.abandoned.set()
-    attempt.abort = threading.Thread(
+    threading.Thread(
         target=_free, args=(attempt,), name="abort-collectives", daemon=True
-    )
-    attempt.abort.start()
+    ).start()
 
 
 def _free(attempt: _Attempt) -> None:
@@ -172,46 +142,6 @@ def _free(attempt: _Attempt) -> None:
         attempt.training.join(FREED_S)
         if attempt.training.is_alive():
             close_connections()
-
-
-def report_end_of(
-    training: threading.Thread, raise_error: Callable[[BaseException], None] | None = None
-) -> None:
-    """Make ``wait_for_news`` return once this thread has ended for any reason.
-
-    Args:
-        training: the thread.
-        raise_error: takes an error of the attempt that the thread cannot raise itself.
-    """
-    attempt = _current()
-    attempt.training, attempt.raise_error = training, raise_error
-
-    def join() -> None:
-        training.join()
-        attempt.trained.set()
-        attempt.news.set()
-
-    threading.Thread(target=join, name="join-training", daemon=True).start()
-
-
-def wait_for_news() -> bool:
-    """Return once a poll of Ray Train would find something: False for a report, True if the loop
-    has made its last step or its thread has ended."""
-    attempt = _current()
-    attempt.news.wait()
-    attempt.news.clear()
-    return attempt.trained.is_set()
-
-
-def state_bytes() -> int:
-    """Return the size of the state that the rank would leave on its node."""
-    return _current().state_bytes
-
-
-def kept_step() -> int | None:
-    """Return the step whose state was left on this node before the training thread was freed; None
-    for none."""
-    return _current().kept_step
 
 
 def stack() -> str:
@@ -241,8 +171,7 @@ def yield_asked() -> bool:
 
 
 def hands_over() -> bool:
-    """Return whether the controller has asked the rank to exit for a group in which processes of
-    this one go on."""
+    """Return whether the controller has asked the rank to exit for a group that follows at once."""
     attempt = _current()
     return attempt.yield_asked.is_set() and attempt.hands_over
 
@@ -257,26 +186,24 @@ def note_flush(flush: Callable[[], object]) -> None:
     _current().flush = flush
 
 
-def note_report() -> None:
-    """Note that a report waits for the controller."""
-    _current().news.set()
-
-
 def note_trained() -> None:
     """Note that the loop has made its last step."""
-    attempt = _current()
-    attempt.trained.set()
-    attempt.news.set()
+    _current().tell("trained")
 
 
 def note_kept(step: int) -> None:
     """Note the step whose state is on this node while the rank still waits for its peers."""
-    _current().kept_step = step
+    _current().tell("kept", step)
 
 
 def note_state_bytes(num_bytes: int) -> None:
     """Note the size of the state that the rank would leave on its node."""
-    _current().state_bytes = num_bytes
+    _current().tell("state_bytes", num_bytes)
+
+
+def note_restored() -> None:
+    """Note that all ranks of the attempt have their state."""
+    _current().tell("restored")
 
 
 def _current() -> _Attempt:
@@ -302,7 +229,6 @@ def _tell_and_exit(status: int) -> NoReturn:
         attempt is not None
         and attempt.raise_error is not None
         and attempt.pid == os.getpid()  # not a process that was forked
-        and threading.current_thread() is not threading.main_thread()  # which answers calls
         and asker(frame) is not None
     ):
         error = EndedItself(
@@ -312,8 +238,6 @@ def _tell_and_exit(status: int) -> NoReturn:
         error.add_note(process_redactor()("".join(traceback.format_stack(frame))))
         attempt.flush()
         attempt.raise_error(error)
-        attempt.trained.set()
-        attempt.news.set()
         close_connections()
         threading.Event().wait(EXIT_S)
     _exit(status)

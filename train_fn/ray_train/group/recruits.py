@@ -1,169 +1,33 @@
-"""Processes in reserve: idle ones with torch and the loop imported, and those of ranks that are
-about to join a group.
+"""Hosts for ranks that join a group: they start, check their nodes and have the task built there
+while the present group trains.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
 import ray
 from ray.exceptions import RayError
 
 from train_fn.errors import CannotBuild
-from train_fn.ray_train.group.end import NO_STATE, SurvivingProcess, Survivors
+from train_fn.ray_train.group.end import Host, Hosts
 from train_fn.ray_train.group.node_checks import end_stopped
 from train_fn.ray_train.group.placement import Bundle, Placement
 from train_fn.ray_train.group.rank_actors import new_actors
-from train_fn.ray_train.ray_internals import (
-    common_pb2,
-    init_grpc_channel,
-    node_manager_pb2,
-    node_manager_pb2_grpc,
-)
-from train_fn.ray_train.scaling import LiveNodes, ReadNodes
+from train_fn.ray_train.scaling import LiveNodes
 from train_fn.recovery.launch import Engine, RankLaunch
-from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.sizing import NodeView, choose_nodes, fit_workers
+from train_fn.recovery.sizing import choose_nodes
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
-_CALL_S = 5.0
-_KEEP_ALIVE_S = 24 * 3600
-
-
-class WarmPool:
-    """Keep ``warm_spares`` idle processes for each rank of a node, from a background thread of the
-    controller.
-
-    Ray does not report how many idle processes a node has. So they are counted: those requested,
-    minus those that became ranks.
-    """
-
-    def __init__(
-        self, settings: RecoverySettings, read_nodes: ReadNodes, per_worker: Mapping[str, float]
-    ) -> None:
-        self._settings = settings
-        self._read_nodes = read_nodes
-        self._per_worker = per_worker
-        self._lock = threading.Lock()
-        self._idle: Counter[str] = Counter()
-        self._ranks: Counter[str] = Counter()
-        self._changed = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="warm-pool", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-    def note_ranks(self, ranks: Mapping[str, tuple[int, int]]) -> None:
-        """Note a started group. ``ranks`` gives, for each node id, the number of ranks and how many
-        of them reused idle processes."""
-        with self._lock:
-            self._ranks = Counter({node_id: num_ranks for node_id, (num_ranks, _) in ranks.items()})
-            for node_id, (_, num_taken) in ranks.items():
-                self._idle[node_id] = max(0, self._idle[node_id] - num_taken)
-        self._changed.set()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(_LOOK_S):
-            if self._changed.is_set():
-                self._changed.clear()
-                if self._stopping.wait(self._settings.warm_delay_s):
-                    return
-            try:
-                self.tick()
-            except Exception as exc:
-                # An empty pool costs only seconds at the next failure, so do not raise.
-                logger.warning("the warm pool could not be refilled: %s", exc)
-
-    def tick(self) -> None:
-        """Request the missing idle processes from each usable node, even from nodes without ranks,
-        since the run may have to move there."""
-        with self._lock:
-            if not self._ranks:
-                return
-        for node in self._read_nodes():
-            has_room = all(
-                node.total.get(key, 0.0) >= each for key, each in self._per_worker.items()
-            )
-            if not node.usable or not has_room:
-                continue
-            with self._lock:
-                lacking = (
-                    self._settings.warm_spares * max(1, self._ranks[node.node_id])
-                    - self._idle[node.node_id]
-                )
-            if lacking > 0 and prestart(node, lacking):
-                with self._lock:
-                    self._idle[node.node_id] += lacking
-
-
-def warm_first_group(
-    read_nodes: ReadNodes, per_worker: Mapping[str, float], max_workers: int
-) -> None:
-    """Start the processes of the first ranks and their imports while the controller itself still
-    starts."""
-    nodes = [node for node in read_nodes() if node.usable]
-    rooms = {
-        node.node_id: fit_workers(
-            [node], {}, per_worker, min_workers=0, max_workers=max_workers, strategy="PACK"
-        ).num_workers
-        for node in nodes
-    }
-    with_room = [node for node in nodes if rooms[node.node_id]]
-    for node in with_room:
-        prestart(node, min(rooms[node.node_id], math.ceil(max_workers / len(with_room))))
-
-
-def prestart(node: NodeView, num_workers: int) -> bool:
-    """Request idle processes of this job from a node's raylet. They are ready seconds later. Return
-    False if it did not accept the request."""
-    request = node_manager_pb2.PrestartWorkersRequest(
-        language=common_pb2.Language.PYTHON,
-        job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
-        num_workers=num_workers,
-        keep_alive_duration_secs=_KEEP_ALIVE_S,
-    )
-    request.runtime_env_info.serialized_runtime_env = "{}"
-    channel = init_grpc_channel(f"{node.ip}:{node.port}")
-    try:
-        node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(
-            request, timeout=_CALL_S
-        )
-        return True
-    except grpc.RpcError as exc:
-        logger.warning(
-            "node %s refused to start %d warm processes: %s",
-            node.node_id,
-            num_workers,
-            exc,
-        )
-        return False
-    finally:
-        channel.close()
-
-
-# ---------------------------------------------------------------- recruits
-
-# Processes for ranks that join a group: they start, check their nodes and build their parts while
-# the present group trains.
-
 READY_S = 60.0
-"""Longest time in seconds for the processes to get ready. The others then go on without them, and
-new ones are made as after a failure."""
+"""Longest time in seconds for the hosts to get ready. The others then go on without them, and new
+ones are made as after a failure."""
 
 
 @dataclass(frozen=True)
@@ -193,16 +57,16 @@ class Recruits:
         engine: what the ranks train.
         placement: the run's bundles.
         nodes: of the cluster. One on which a process could not get ready is excluded for a while.
-        survivors: takes the processes that are ready.
+        hosts: takes those that are ready.
     """
 
     def __init__(
-        self, engine: Engine, placement: Placement, nodes: LiveNodes, survivors: Survivors
+        self, engine: Engine, placement: Placement, nodes: LiveNodes, hosts: Hosts
     ) -> None:
         self._engine = engine
         self._placement = placement
         self._nodes = nodes
-        self._survivors = survivors
+        self._hosts = hosts
         self._began: float | None = None
         """When the first were called, in monotonic seconds; None if they were not."""
         self._called_for = 0
@@ -266,7 +130,6 @@ class Recruits:
             time.time(),
             dict(self._engine.rank_env),
             silent_peer_s=self._engine.settings.silent_peer_s,
-            in_process=True,
         )
         job, checks = self._engine.job, self._engine.settings.preflight
         self._coming += [
@@ -286,7 +149,7 @@ class Recruits:
         for one in coming:
             try:
                 pid = ray.get(one.pid, timeout=0)
-                ready.append(SurvivingProcess(one.actor, one.bundle, pid, NO_STATE))
+                ready.append(Host(one.actor, one.bundle, pid))
             except RayError as exc:
                 cause = getattr(exc, "cause", None) or exc
                 logger.warning("a process for a rank that joins is not used: %s", cause)
@@ -296,5 +159,5 @@ class Recruits:
                     self._nodes.exclude([one.bundle.node_id])
                     self._placement.remove([one.bundle])
                     self._began, self._called_for, self._has_failed = None, 0, True
-        self._survivors.hold(ready)
+        self._hosts.hold(ready)
         return self._called_for > 0

@@ -1,0 +1,215 @@
+"""Build a run's task once on a node, in a process that never trains and from which ranks are
+forked; and find out whether what was built may be shared so.
+
+A fork has the memory of the process that has built, and its file descriptors. It has no other
+thread of it, and cannot use a device that is open there. So whatever was built may be shared unless
+it has left a thread, a child, an open file or a device. Then each rank builds for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from train_fn.node.secrets import process_redactor, read_secrets
+from train_fn.ranks.orders import BuildOrder, Built
+from train_fn.ranks.zygote import LONELY_S, Zygote, listen_at
+from train_fn.recovery.launch import RankJob
+from train_fn.recovery.settings import take_environment
+from train_fn.step.place_watch import asked_at, watching
+
+_SHOWN = 3
+_LONGEST = 500
+
+
+base_environ: dict[str, str] | None = None
+"""The environment with which this process has begun to build; None if it has not built."""
+output: OutputFile | None = None
+"""What was printed while this process built; None if it has not built."""
+
+
+def build_and_serve(connection: Connection, order: BuildOrder) -> None:
+    """Build the task, tell the host what came of it, and fork ranks until nobody is connected."""
+    global base_environ, output
+    began, threads, fds = time.monotonic(), _threads(), set(_descriptors())
+    output = OutputFile(order.path.with_suffix(".log"))
+    os.environ.clear()
+    os.environ.update(order.environ)
+    base_environ = {**order.environ, **order.env}
+    own_fds = fds | {*output.descriptors, connection.fileno()}
+    why_not = failed = None
+    try:
+        take_environment(order.env)
+        _build(order.job)
+        why_not = _why_not(threads, own_fds)
+    except BaseException as exc:
+        failed = process_redactor()(f"{type(exc).__name__}: {exc}")[:_LONGEST]
+    listening = None if why_not or failed else listen_at(order.path)
+    connection.send(Built(why_not, failed, time.monotonic() - began))
+    if listening is None:
+        return
+    connection.close()
+    Zygote(listening, _enter, LONELY_S).serve()
+    order.path.unlink(missing_ok=True)
+
+
+def _enter(connection: Connection) -> None:
+    from train_fn.ranks.main import be_rank
+
+    _, *rest = connection.recv()
+    be_rank(connection, *rest)
+
+
+def _build(job: RankJob) -> None:
+    secrets = read_secrets(job.spec, os.environ)
+    process_redactor().learn(secrets.values())
+    os.environ.update(secrets)
+    try:
+        name, _, _ = job.train.partition(":")
+        build: Callable[..., None] = importlib.import_module(name).build_once
+        device = torch.device("cuda", 0) if job.use_gpu else torch.device("cpu")
+        with _group_of_one(), watching():
+            build(job.spec, job.run_dir, device)
+    finally:
+        for variable in secrets:
+            os.environ.pop(variable, None)
+
+
+@contextlib.contextmanager
+def _group_of_one() -> Iterator[None]:
+    """Have a process group inside, as every rank has. That there is one says nothing of peers."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _why_not(threads: Collection[int], fds: Collection[int]) -> str | None:
+    """Return why this process cannot be forked into ranks; None if it can."""
+    if (place := asked_at()) is not None:
+        return f"the build asks for its rank or its peers ({place})"
+    if torch.cuda.is_initialized():
+        return (
+            "the build has used the GPU; return the model on the CPU, and each rank moves it to "
+            "its device"
+        )
+    if new := _threads() - set(threads):
+        return (
+            f"the build has left {len(new)} threads running ({_few(map(_thread_name, new))}); "
+            "start them where a batch is read, in __getitem__ or collate"
+        )
+    if children := _children():
+        return f"the build has left processes running ({_few(children)}); end them there"
+    opened = [path for fd, path in _descriptors().items() if fd not in fds and not _is_mapped(fd)]
+    if opened:
+        return (
+            f"the build has left files open ({_few(opened)}), whose place ranks would share; open "
+            "them where a sample is read, in __getitem__"
+        )
+    return None
+
+
+def _few(names: Any) -> str:
+    found = sorted(map(str, names))
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
+
+
+def _threads() -> set[int]:
+    """Return the threads of this process, also those that Python knows nothing of."""
+    return {int(entry) for entry in os.listdir("/proc/self/task")}
+
+
+def _thread_name(number: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/self/task/{number}/comm").read_text().strip()
+    return "?"
+
+
+def _children() -> list[str]:
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    names = []
+    for pid in found:
+        with contextlib.suppress(OSError):
+            names.append(f"{Path('/proc', pid, 'comm').read_text().strip()} ({pid})")
+    return names
+
+
+def _descriptors() -> Mapping[int, str]:
+    """Return what each descriptor of this process leads to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing is closed by now
+            found[int(name)] = str(Path(f"/proc/self/fd/{name}").readlink())
+    return found
+
+
+def _is_mapped(fd: int) -> bool:
+    """Return whether a descriptor only holds a file that is mapped into memory for reading, as that
+    of ``numpy.memmap`` does: nobody moves its place."""
+    try:
+        status = os.fstat(fd)
+        facts = Path(f"/proc/self/fdinfo/{fd}").read_text()
+    except OSError:  # it is closed
+        return True
+    flags, place = (
+        re.search(rf"^{name}:\s*(\w+)", facts, re.MULTILINE) for name in ("flags", "pos")
+    )
+    assert flags is not None and place is not None
+    is_read_only = int(flags[1], 8) & os.O_ACCMODE == os.O_RDONLY
+    if not (stat.S_ISREG(status.st_mode) and is_read_only and place[1] == "0"):
+        return False
+    pattern = re.compile(rf" {status.st_ino} +/")
+    return pattern.search(Path("/proc/self/maps").read_text()) is not None
+
+
+class OutputFile:
+    """Where this process prints while it builds. Its forks print where it did before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        sys.stdout.flush()
+        self._before = (os.dup(1), os.dup(2))
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        for number in (1, 2):
+            os.dup2(opened, number)
+        os.close(opened)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Return what this process has opened for it."""
+        return self._before
+
+    def end_in_fork(self) -> Callable[[], list[str]]:
+        """Print where the process did before. Return what gives the lines that were printed, to the
+        first rank that asks."""
+        for number, fd in enumerate(self._before, start=1):
+            os.dup2(fd, number)
+            os.close(fd)
+        return partial(_taken, self._path)
+
+
+def _taken(path: Path) -> list[str]:
+    taken = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.rename(taken)
+        lines = taken.read_text(errors="replace").splitlines()
+        taken.unlink()
+    except OSError:  # another rank has it
+        return []
+    return lines

@@ -1,0 +1,318 @@
+"""The host's side of its zygotes: find or start level 0 of the node, let a task be built once on
+the node, and fork ranks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from train_fn.errors import RankDied
+from train_fn.node.node_dir import node_lock, own_temporary_dir
+from train_fn.ranks.line import Line, LineEnded
+from train_fn.ranks.orders import BuildOrder, Built, RankFacts
+from train_fn.ranks.zygote import MOST_BYTES, address_of
+from train_fn.recovery.launch import RankJob
+
+ZYGOTE_VARIABLE = "EVERSTEP_ZYGOTE"
+"""Path of the socket of a level 0 that was started with the node."""
+START_S = 120.0
+"""Longest time in seconds for a zygote to import what ranks need."""
+ANSWER_S = 15.0
+"""Longest time in seconds for a zygote to fork. One that needs longer is stopped, and is left."""
+STATUS_S = 2.0
+"""Longest wait in seconds to hear how a rank has ended."""
+_LOOK_S = 0.02
+
+logger = logging.getLogger(__name__)
+
+
+class ZygoteGone(Exception):
+    """A zygote has ended, or does not answer."""
+
+
+class Zygote:
+    """A connection to a zygote of this node. Raises OSError if nobody listens at ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with address_of(path) as address:
+                self._socket.connect(address)
+        except OSError:
+            self._socket.close()
+            raise
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        self.pid = struct.unpack("3i", credentials)[0]
+        self._asking, self._lock = threading.Lock(), threading.Lock()
+        self._forked: Future[int] | None = None
+        self._ends: dict[int, Future[int]] = {}
+        """The wait status of each fork, by process id."""
+        self.is_gone = False
+        threading.Thread(target=self._read, name="zygote", daemon=True).start()
+
+    def fork(self) -> tuple[int, Connection, Future[int]]:
+        """Let it fork. Return the process id, the connection to the fork, and its wait status to
+        come. Raises ZygoteGone."""
+        ours, theirs = socket.socketpair()
+        with self._asking:
+            answer = self._forked = Future()
+            try:
+                if self.is_gone:
+                    raise OSError("it has ended")
+                socket.send_fds(self._socket, [pickle.dumps(("fork",))], [theirs.fileno()])
+                pid = answer.result(ANSWER_S)
+            except (OSError, TimeoutError) as exc:
+                ours.close()
+                raise ZygoteGone(f"process {self.pid}, from which ranks are forked: {exc}") from exc
+            finally:
+                theirs.close()
+        return pid, Connection(ours.detach()), self._end_of(pid)
+
+    def release(self, pid: int) -> None:
+        """Let a fork live on when this connection closes."""
+        with contextlib.suppress(OSError):
+            self._socket.send(pickle.dumps(("release", pid)))
+
+    def close(self) -> None:
+        """End the connection, and all that was forked for it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Kill a zygote that does not answer. Its ranks go on."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _end_of(self, pid: int) -> Future[int]:
+        with self._lock:
+            return self._ends.setdefault(pid, Future())
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv(MOST_BYTES)
+            except OSError:
+                message = b""
+            if not message:
+                break
+            what, pid, *rest = pickle.loads(message)
+            if what == "ended":
+                self._end_of(pid).set_result(rest[0])
+            elif self._forked is not None:
+                self._forked.set_result(pid)
+        self.is_gone = True
+        self._socket.close()
+        if self._forked is not None and not self._forked.done():
+            self._forked.set_exception(OSError("it has ended"))
+
+
+class RankProcess:
+    """A forked rank, as its host sees it.
+
+    Args:
+        serve: carries out what the rank calls, as ``Line`` says.
+        how: whether it has what was built before: ``built`` or ``imports``.
+    """
+
+    def __init__(
+        self,
+        zygote: Zygote,
+        facts: RankFacts,
+        serve: Callable[[str, tuple[Any, ...]], Any],
+        how: str,
+    ) -> None:
+        self.how = how
+        self.pid, connection, self._status = zygote.fork()
+        try:
+            self._pidfd = os.pidfd_open(self.pid)  # a drill knows the rank by it
+        except ProcessLookupError:
+            self._pidfd = -1
+        self._connection = connection
+        connection.send(("rank", facts))
+        self._line = Line(connection, serve)
+        self.is_killed = False
+
+    def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call a function in the rank. Raises RankDied if it has ended, TimeoutError, and what the
+        function raises."""
+        try:
+            return self._line.call(name, *arguments, timeout_s=timeout_s)
+        except LineEnded:
+            raise RankDied(self.death()) from None
+
+    def death(self) -> str:
+        """Return how the rank has ended, in words."""
+        try:
+            status = self._status.result(STATUS_S)
+        except TimeoutError:
+            return f"the rank's process {self.pid} is gone"
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            with contextlib.suppress(ValueError):
+                return f"the rank's process {self.pid} was killed by {signal.Signals(number).name}"
+            return f"the rank's process {self.pid} was killed by signal {number}"
+        return f"the rank's process {self.pid} has exited with code {os.WEXITSTATUS(status)}"
+
+    def kill(self) -> None:
+        """End the process at once, also a stopped one."""
+        self.is_killed = True
+        if self._pidfd >= 0:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the process, and forget it."""
+        self.kill()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+@dataclass
+class Zygotes:
+    """The zygotes of a run on this node, as one of its hosts uses them."""
+
+    node_id: str
+    _level_0: Zygote | None = None
+    _level_1: Zygote | None = None
+    why_not: str | None = None
+    """Why ranks build for themselves; None if they need not, or nothing was built yet."""
+    failed: str | None = None
+    """What the build has raised; None if it was well."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fork(self, facts: RankFacts, serve: Callable[[str, tuple[Any, ...]], Any]) -> RankProcess:
+        """Fork a rank: with what was built, if that may be."""
+        with self._lock:
+            for _ in range(2):
+                zygote = self._level_1 or self._imported()
+                how = "built" if zygote is self._level_1 else "imports"
+                try:
+                    return RankProcess(zygote, facts, serve, how)
+                except ZygoteGone as exc:
+                    logger.warning("%s; another one takes its place", exc)
+                    self._leave(zygote)
+        raise ZygoteGone("no process forks a rank on this node")
+
+    @property
+    def has_built(self) -> bool:
+        """Return whether what ranks train is built, or will be by each of them."""
+        return self.why_not is not None or (
+            self._level_1 is not None and not self._level_1.is_gone
+        )
+
+    def build(self, order: Callable[[Path], BuildOrder], job: RankJob) -> float:
+        """Have the task built, unless another host of the node has. Return the seconds that it took
+        here; 0 if it was there. Raises ZygoteGone."""
+        path = _directory() / f"{_key(job, self.node_id)}.sock"
+        with self._lock, node_lock(path.with_suffix(".lock")):
+            refused = path.with_suffix(".no")
+            if refused.exists():
+                self.why_not = refused.read_text()
+                return 0.0
+            with contextlib.suppress(OSError):
+                self._level_1 = Zygote(path)
+                return 0.0
+            zygote = self._imported()
+            pid, connection, _ = zygote.fork()
+            connection.send(("build", order(path)))
+            built: Built | None = None
+            with contextlib.suppress(EOFError, OSError):
+                built = connection.recv()
+            connection.close()
+            if built is None:
+                built = Built(None, "its process has ended", 0.0)
+            self.why_not, self.failed = built.why_not, built.failed
+            if built.failed is not None:  # each rank tries again, and tells what it meets
+                self.why_not = f"the build failed in a process of its own ({built.failed})"
+                return built.seconds
+            if built.why_not is not None:
+                refused.write_text(built.why_not)
+                return built.seconds
+            self._level_1 = Zygote(path)
+            zygote.release(pid)
+            return built.seconds
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in a fork of level 0, which ends with it. Raises RankDied."""
+        with self._lock:
+            _, connection, _ = self._imported().fork()
+        try:
+            connection.send(("call", function, *arguments))
+            return connection.recv()
+        except (EOFError, OSError):
+            raise RankDied(f"a process that was to run {function.__name__} has ended") from None
+        finally:
+            connection.close()
+
+    def _imported(self) -> Zygote:
+        """Return level 0 of this node."""
+        if self._level_0 is None or self._level_0.is_gone:
+            self._level_0 = level_0(self.node_id)
+        return self._level_0
+
+    def _leave(self, zygote: Zygote) -> None:
+        zygote.end()
+        if zygote is self._level_0:
+            self._level_0 = None
+        else:
+            self._level_1 = None
+
+
+def level_0(node_id: str) -> Zygote:
+    """Return a connection to the node's level 0, which is started if there is none."""
+    if given := os.environ.get(ZYGOTE_VARIABLE):
+        with contextlib.suppress(OSError):
+            return Zygote(Path(given))
+    own = hashlib.sha256(f"{node_id} {sys.executable}".encode()).hexdigest()[:16]
+    path = _directory() / f"{own}.sock"
+    with node_lock(path.with_suffix(".lock")):
+        with contextlib.suppress(OSError):
+            return Zygote(path)
+        path.unlink(missing_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "train_fn.ranks.zygote", str(path)],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        gives_up_at = time.monotonic() + START_S
+        while process.poll() is None and time.monotonic() < gives_up_at:
+            with contextlib.suppress(OSError):
+                return Zygote(path)
+            time.sleep(_LOOK_S)
+        process.kill()
+    raise ZygoteGone(
+        "the process from which ranks are forked did not start on this node; "
+        "`python -m train_fn.ranks.zygote /tmp/try.sock` shows why"
+    )
+
+
+def _directory() -> Path:
+    found = own_temporary_dir() / "zygotes"
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
+def _key(job: RankJob, node_id: str) -> str:
+    """Return what names the build of a run's submission on a node."""
+    spec = job.spec.model_dump_json()
+    text = json.dumps([job.run_dir.uri, job.submission, node_id, spec, sys.executable])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
