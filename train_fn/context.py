@@ -53,7 +53,7 @@ class WorkerContext:
     """Ray nodes that the ranks of this attempt are on."""
     device: torch.device
     journal: JournalClient
-    report_checkpoint: Callable[[str, dict[str, float]], None]
+    report_checkpoint: Callable[[str, dict[str, float]], object]
     """Report a committed checkpoint to Ray Train in the background, by its directory's name and its
     metrics. All ranks call this at the same step."""
     profile_ordered: Callable[[], ProfileOrder | None] = lambda: None

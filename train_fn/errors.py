@@ -15,8 +15,6 @@ TrainError
 ├── SecretMissing      a secret of the spec is not on this node
 ├── StepNotWhole       a step's totals lack ranks or samples; no rank took the step
 ├── StateNotWhole      a state's ledger does not account for the samples of its steps
-├── AsksForPeers       a task is built by asking for peers that have built theirs before
-├── BuiltByHalves      what was built ahead has left too much in its process to be used
 ├── RanksApart         ranks that must be equal have other weights or gradients; none took the step
 ├── Miscomputed        an audit found that this rank computes other bits than others
 ├── PeersGone          what all ranks do together did not come about
@@ -190,22 +188,6 @@ class StateNotWhole(TrainError):
             f"the state of step {step} is not one of whole steps, and is not used: {problem}"
         )
         self.step = step
-
-
-class AsksForPeers(TrainError):
-    """A task asks for its rank or its peers while it is built, and some of these hold what they
-    built in an earlier attempt, or alone. ``place`` is the line that asks."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__(
-            f"the task asks torch.distributed for its place while it is built ({place}), and other "
-            "ranks go on with what they have built before; all begin anew in fresh processes"
-        )
-        self.place = place
-
-
-class BuiltByHalves(TrainError):
-    """What a process has built ahead is not used."""
 
 
 class CannotBuild(TrainError):

@@ -317,7 +317,13 @@ def start_fork_server(temp_dir: str) -> int:
     """
     path = _fork_socket(temp_dir)
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "service.embedded.fork_server", str(path), *PRELOADED_MODULES]
+    command = [
+        sys.executable,
+        "-m",
+        "train_fn.ray_train.fork_server",
+        str(path),
+        *PRELOADED_MODULES,
+    ]
     return os.posix_spawn(sys.executable, command, {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ})
 
 

@@ -11,13 +11,16 @@ from everstep.options.serve import SECRET_VARIABLES
 from service.embedded.processes import CLUSTER_DIR_VARIABLE
 from service.embedded.worker_start import FORKS_DRIVERS_VARIABLE
 
+_HOST_MODULES = (
+    "ray.train.v2._internal.execution.worker_group.worker",
+    "train_fn.ray_train.worker_actor",
+)
 _RANK_MODULES = (
     "torch",
     "torch._dynamo",
     "ray.train.torch",
-    "ray.train.v2._internal.execution.worker_group.worker",
-    "train_fn.ray_train.worker_actor",
-    "train_fn.ray_train.rank",
+    "train_fn.ray_train.own_process",
+    "train_fn.ranks.main",
     "train_fn.loop.attempt",
 )
 _CONTROLLER_MODULES = (
@@ -34,7 +37,9 @@ _DRIVER_MODULES = (
     "train_fn.ray_train.trainer",
 )
 
-PRELOADED_MODULES = tuple(dict.fromkeys((*_RANK_MODULES, *_CONTROLLER_MODULES, *_DRIVER_MODULES)))
+PRELOADED_MODULES = tuple(
+    dict.fromkeys((*_HOST_MODULES, *_RANK_MODULES, *_CONTROLLER_MODULES, *_DRIVER_MODULES))
+)
 """The imports of the fork server: those of all its workers."""
 
 HEAD_VARIABLES = {
@@ -46,8 +51,8 @@ HEAD_VARIABLES = {
 NODE_CORES_VARIABLE = "EVERSTEP_NODE_CORES"
 """The cores of a node's ranks, separated by commas; empty if the node has no cores of its own."""
 
-WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(_RANK_MODULES)}
-"""The imports of ranks and of processes beside a driver. Ray logs and skips a missing module."""
+WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(_HOST_MODULES)}
+"""The imports of hosts. Ray logs and skips a missing module."""
 
 INHERITED = (
     "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_* TZ TERM HOSTNAME TMPDIR TEMP TMP "

@@ -18,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import resource
 import select
 import signal
 import socket
+import struct
 import sys
 from typing import Any, NoReturn
 
@@ -37,6 +39,7 @@ CONTEXT_FLAG = "--serialized-runtime-env-context="
 LANGUAGE_FLAG = "--language="
 ANSWER_TIMEOUT_S = 45.0
 """Longest wait for the fork server, which may still import. Ray gives a worker 60 s."""
+_MOST_BYTES = 1 << 12
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 _NEEDS_EXEC = ("command_prefix", "override_worker_entrypoint", "java_jars")
 
@@ -89,16 +92,23 @@ def request_fork(
     """
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.settimeout(ANSWER_TIMEOUT_S)
+    ours, theirs = socket.socketpair()
     try:
         server.connect(address)
-        socket.send_fds(server, [json.dumps(request).encode()], fds)
-        _, found, _, _ = socket.recv_fds(server, 1, 1)
-    except OSError:
-        found = []
-    if found:
-        return found[0], server
-    server.close()
-    return None
+        socket.send_fds(server, [pickle.dumps(("fork",))], [theirs.fileno()])
+        _, pid = pickle.loads(server.recv(_MOST_BYTES))
+        worker = os.pidfd_open(pid)
+        # as multiprocessing.connection reads it
+        message = pickle.dumps(("worker", request))
+        ours.sendall(struct.pack("!i", len(message)) + message)
+        socket.send_fds(ours, [b"+"], fds)
+        return worker, server
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+        server.close()
+        return None
+    finally:
+        ours.close()
+        theirs.close()
 
 
 def last_as_long_as(worker: int, raylet: int) -> None:
@@ -126,10 +136,10 @@ def start_driver(module: str, arguments: list[str]) -> NoReturn:
     server.settimeout(None)
     status = _received(server)
     select.select([driver], [], [])
-    if not status:
+    if status is None:
         print(f"the fork server ended before {module} did; its exit code is unknown", flush=True)
         sys.exit(1)
-    code = os.waitstatus_to_exitcode(int(status))
+    code = os.waitstatus_to_exitcode(status)
     if code < 0:
         for number in _PASSED_ON:
             signal.signal(number, signal.SIG_DFL)
@@ -142,12 +152,13 @@ def _pass_on(driver: int, number: int) -> None:
         signal.pidfd_send_signal(driver, number)
 
 
-def _received(server: socket.socket) -> bytes:
-    """Return the driver's wait status, or nothing if the server ends first."""
+def _received(server: socket.socket) -> int | None:
+    """Return the driver's wait status, or None if the server ends first."""
     try:
-        return server.recv(16)
-    except OSError:
-        return b""
+        _, _, status = pickle.loads(server.recv(_MOST_BYTES))
+        return int(status)
+    except (OSError, EOFError):
+        return None
 
 
 def main() -> NoReturn:

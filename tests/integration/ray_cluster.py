@@ -176,7 +176,7 @@ def _host() -> None:
         command = [
             sys.executable,
             "-m",
-            "service.embedded.fork_server",
+            "train_fn.ray_train.fork_server",
             str(socket),
             *PRELOADED_MODULES,
         ]

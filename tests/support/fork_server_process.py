@@ -21,7 +21,7 @@ class ForkServerProcess:
         command = [
             sys.executable,
             "-m",
-            "service.embedded.fork_server",
+            "train_fn.ray_train.fork_server",
             self.address,
             "no_such_module",
         ]

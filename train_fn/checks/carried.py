@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import logging
 import sys
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -24,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from train_fn.checks.check import Check, Moment
-from train_fn.checks.left_behind import file_of, is_full
 from train_fn.state.contents import few
 from train_fn.step.place_watch import is_users
 from train_fn.step.plain_attributes import PlainAttributes, generator_text
@@ -292,3 +292,14 @@ def _uses(node: ast.AST) -> Iterator[tuple[str, bool]]:
 
 def _names(node: ast.AST) -> list[ast.Name]:
     return [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+
+
+def file_of(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def is_full(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a variable that was not set yet
+        return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +26,7 @@ from train_fn.recovery.history import History, read_history
 from train_fn.recovery.launch import ControllerOutcome, RankJob
 from train_fn.recovery.outcome import Stopping, ending
 from train_fn.recovery.settings import RecoverySettings, ray_train_env
-from train_fn.recovery.sizing import use_gpu, worker_resources
+from train_fn.recovery.sizing import use_gpu
 
 if TYPE_CHECKING:
     from train_fn.ray_train.group.left_states import LeftStates

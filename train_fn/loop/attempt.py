@@ -13,8 +13,8 @@ from storage.run_control import Stop
 from train_fn.checks.check import Moment
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
-from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, require_whole
 from train_fn.loop.build import build_once
+from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, require_whole
 from train_fn.loop.departure import leave
 from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
 from train_fn.loop.replica import Replica
@@ -23,8 +23,8 @@ from train_fn.loop.step import run_passes
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.session.report import Reporter
-from train_fn.step.nccl import group_backend
 from train_fn.snapshots.lending import leave as leave_state
+from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
 from train_fn.step.precision import reproducibility
 from train_fn.tasks.protocol import step_method

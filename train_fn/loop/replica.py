@@ -46,7 +46,7 @@ from train_fn.loop.sharded import read_past_a_call
 from train_fn.node.device import kernels
 from train_fn.node.network import lowered_level
 from train_fn.samples.loader import Loaded, to_device
-from train_fn.samples.sampler import MicroBatch, seed_building, seed_micro_batch
+from train_fn.samples.sampler import MicroBatch, seed_micro_batch
 from train_fn.session.report import counted_flops
 from train_fn.state.contents import sketch
 from train_fn.state.train_state import TaskState, TrainState

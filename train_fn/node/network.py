@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 
-
 def interface_problem(
     env: Mapping[str, str], *, nccl: bool, up: Collection[str] | None = None
 ) -> str | None:

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore
 
 from train_fn.node.secrets import process_redactor, read_secrets
 from train_fn.ranks.orders import BuildOrder, Built
-from train_fn.ranks.zygote import LONELY_S, Zygote, listen_at
+from train_fn.ranks.zygote import LONELY_S, Zygote, end_after, listen_at
 from train_fn.recovery.launch import RankJob
 from train_fn.recovery.settings import take_environment
 from train_fn.step.place_watch import asked_at, watching
@@ -63,7 +63,9 @@ def build_and_serve(connection: Connection, order: BuildOrder) -> None:
     if listening is None:
         return
     connection.close()
-    Zygote(listening, _enter, LONELY_S).serve()
+    fork = Zygote(listening, LONELY_S).serve()
+    if fork is not None:
+        end_after(_enter, fork)
     order.path.unlink(missing_ok=True)
 
 
@@ -103,7 +105,7 @@ def _why_not(threads: Collection[int], fds: Collection[int]) -> str | None:
     """Return why this process cannot be forked into ranks; None if it can."""
     if (place := asked_at()) is not None:
         return f"the build asks for its rank or its peers ({place})"
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return (
             "the build has used the GPU; return the model on the CPU, and each rank moves it to "
             "its device"
@@ -132,7 +134,7 @@ def _few(names: Any) -> str:
 
 def _threads() -> set[int]:
     """Return the threads of this process, also those that Python knows nothing of."""
-    return {int(entry) for entry in os.listdir("/proc/self/task")}
+    return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
 
 
 def _thread_name(number: int) -> str:
@@ -153,9 +155,9 @@ def _children() -> list[str]:
 def _descriptors() -> Mapping[int, str]:
     """Return what each descriptor of this process leads to."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):
+    for entry in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):  # that of the listing is closed by now
-            found[int(name)] = str(Path(f"/proc/self/fd/{name}").readlink())
+            found[int(entry.name)] = str(entry.readlink())
     return found
 
 

@@ -31,15 +31,15 @@ from train_fn.ranks.orders import BuildOrder, Built, RankFacts
 from train_fn.ranks.zygote import MOST_BYTES, address_of
 from train_fn.recovery.launch import RankJob
 
-ZYGOTE_VARIABLE = "EVERSTEP_ZYGOTE"
-"""Path of the socket of a level 0 that was started with the node."""
+ZYGOTE_VARIABLE = "EVERSTEP_FORK_SERVER"
+"""Path of the socket of a level 0 that the node's cluster has started."""
 START_S = 120.0
 """Longest time in seconds for a zygote to import what ranks need."""
 ANSWER_S = 15.0
-"""Longest time in seconds for a zygote to fork. One that needs longer is stopped, and is left."""
+"""Longest time in seconds for a zygote to fork. One that needs longer is left."""
 STATUS_S = 2.0
 """Longest wait in seconds to hear how a rank has ended."""
-_LOOK_S = 0.02
+_LOOK_S, _STOPPED_S = 0.02, 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class Zygote:
         self.pid = struct.unpack("3i", credentials)[0]
         self._asking, self._lock = threading.Lock(), threading.Lock()
         self._forked: Future[int] | None = None
+        self._answer_s = START_S
+        """Longest wait for an answer: the first one comes once it has imported."""
         self._ends: dict[int, Future[int]] = {}
         """The wait status of each fork, by process id."""
         self.is_gone = False
@@ -78,13 +80,27 @@ class Zygote:
                 if self.is_gone:
                     raise OSError("it has ended")
                 socket.send_fds(self._socket, [pickle.dumps(("fork",))], [theirs.fileno()])
-                pid = answer.result(ANSWER_S)
+                pid = self._answer(answer)
+                self._answer_s = ANSWER_S
             except (OSError, TimeoutError) as exc:
                 ours.close()
                 raise ZygoteGone(f"process {self.pid}, from which ranks are forked: {exc}") from exc
             finally:
                 theirs.close()
         return pid, Connection(ours.detach()), self._end_of(pid)
+
+    def _answer(self, answer: Future[int]) -> int:
+        """Wait for the id of a fork. Raises OSError, at once if the zygote is stopped, and
+        TimeoutError."""
+        gives_up_at = time.monotonic() + self._answer_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return answer.result(_STOPPED_S)
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] in "Tt":
+                raise OSError("it is stopped")
+            if time.monotonic() > gives_up_at:
+                raise TimeoutError("it does not answer")
 
     def release(self, pid: int) -> None:
         """Let a fork live on when this connection closes."""
@@ -103,7 +119,7 @@ class Zygote:
 
     def _end_of(self, pid: int) -> Future[int]:
         with self._lock:
-            return self._ends.setdefault(pid, Future())
+            return self._ends.setdefault(pid, Future[int]())
 
     def _read(self) -> None:
         while True:
@@ -120,6 +136,11 @@ class Zygote:
                 self._forked.set_result(pid)
         self.is_gone = True
         self._socket.close()
+        with self._lock:
+            ends, self._ends = self._ends, {}
+        for end in ends.values():
+            if not end.done():
+                end.set_exception(OSError("the process that would know has ended"))
         if self._forked is not None and not self._forked.done():
             self._forked.set_exception(OSError("it has ended"))
 
@@ -162,7 +183,7 @@ class RankProcess:
         """Return how the rank has ended, in words."""
         try:
             status = self._status.result(STATUS_S)
-        except TimeoutError:
+        except (OSError, TimeoutError):
             return f"the rank's process {self.pid} is gone"
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
@@ -215,9 +236,7 @@ class Zygotes:
     @property
     def has_built(self) -> bool:
         """Return whether what ranks train is built, or will be by each of them."""
-        return self.why_not is not None or (
-            self._level_1 is not None and not self._level_1.is_gone
-        )
+        return self.why_not is not None or (self._level_1 is not None and not self._level_1.is_gone)
 
     def build(self, order: Callable[[Path], BuildOrder], job: RankJob) -> float:
         """Have the task built, unless another host of the node has. Return the seconds that it took

@@ -51,10 +51,10 @@ class _Attempt:
         self.launch = launch
         self.yield_asked = threading.Event()
         self.hands_over = False
-        """Whether a group follows at once that takes over the states, if the rank is asked to exit."""
+        """Whether a group follows at once, if the rank is asked to exit."""
         self.abandoned = threading.Event()
         self.training: threading.Thread | None = None
-        self.raise_error: Callable[[BaseException], None] | None = None
+        self.raise_error: Callable[[BaseException], object] | None = None
         """Ends the attempt of this rank with an error, from any thread."""
         self.flush: Callable[[], object] = bool
         """Makes the rank's events durable, as far as possible in a moment."""
@@ -130,9 +130,7 @@ def abandon() -> None:
     """
     attempt = _current()
     attempt.abandoned.set()
-    threading.Thread(
-        target=_free, args=(attempt,), name="abort-collectives", daemon=True
-    ).start()
+    threading.Thread(target=_free, args=(attempt,), name="abort-collectives", daemon=True).start()
 
 
 def _free(attempt: _Attempt) -> None:

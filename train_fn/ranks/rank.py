@@ -22,7 +22,7 @@ from everstep.wire import ErrorKind
 from everstep.wire.events import OWN_FILES, EventKind, Rung
 from storage.errors import StorageUnavailable
 from storage.run_control import DrillOrder, ProfileOrder, Stop
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import CheckpointName
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
 from train_fn.journal.client import ActorJournalClient
@@ -68,7 +68,7 @@ class Outside:
 
     deliver: Deliver
     """Brings events to the run's journal."""
-    report: Callable[[str, dict[str, float]], None]
+    report: Callable[[str, dict[str, float]], object]
     """Reports a committed checkpoint to Ray Train, in the background."""
     close: Callable[[], bool]
     """Waits until all reports are taken. Returns False if that takes too long."""
@@ -237,6 +237,7 @@ def _leave_at_once(launch: RankLaunch) -> None:
 
 # The journal as the loop of a rank sees it under Ray: with the controller's request to exit, and
 # with the report of a recovery.
+
 
 class RankJournal:
     """Pass a rank's events to its journal client. On rank 0 of an attempt that follows a failure,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import pickle
 import selectors
@@ -25,17 +26,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 BACKLOG = 128
-LONELY_S = 60.0
+LONELY_S = 5.0
 """Seconds after which a zygote ends to which nobody is connected."""
 MOST_BYTES = 1 << 16
-Enter = Callable[[Connection], None]
-"""What a fork does, given the connection to its host. The process ends when it returns."""
 
 
 class Zygote:
@@ -43,12 +42,11 @@ class Zygote:
 
     Args:
         listening: accepts connections of hosts: sequenced packets.
-        enter: what a fork does.
-        lonely_s: seconds without a connection after which ``serve`` returns.
+        lonely_s: seconds without a connection after which ``serve`` returns; infinity for never.
     """
 
-    def __init__(self, listening: socket.socket, enter: Enter, lonely_s: float) -> None:
-        self._listening, self._enter, self._lonely_s = listening, enter, lonely_s
+    def __init__(self, listening: socket.socket, lonely_s: float) -> None:
+        self._listening, self._lonely_s = listening, lonely_s
         self._forks: dict[int, socket.socket] = {}
         """The connection for which each living fork was made, by process id."""
         self._hosts: set[socket.socket] = set()
@@ -57,8 +55,9 @@ class Zygote:
         os.set_blocking(self._wakes, False)
         self._lonely_since = time.monotonic()
 
-    def serve(self) -> None:
-        """Fork for each request. Returns when lonely; in a fork it never returns."""
+    def serve(self) -> Connection | None:
+        """Fork for each request. Return None when lonely, and in a fork the connection to who has
+        asked for it."""
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         before = signal.signal(signal.SIGCHLD, lambda *_: None)
         self._waiting.register(self._listening, selectors.EVENT_READ)
@@ -66,57 +65,53 @@ class Zygote:
         gc.collect()
         gc.freeze()  # the collector writes into no page that forks share
         while self._hosts or time.monotonic() < self._lonely_since + self._lonely_s:
-            for key, _ in self._waiting.select(self._lonely_s):
+            limit_s = None if math.isinf(self._lonely_s) else self._lonely_s
+            for key, _ in self._waiting.select(limit_s):
                 if key.fileobj is self._listening:
                     host, _ = self._listening.accept()
                     self._hosts.add(host)
                     self._waiting.register(host, selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
-                    self._take(key.fileobj, before)
+                    if (connection := self._take(key.fileobj, before)) is not None:
+                        return connection
                 else:
                     os.read(self._woken, 4096)
                     self._reap()
+        return None
 
-    def _take(self, host: socket.socket, before: Any) -> None:
-        """Carry out what a host asks for, or end what it has asked for if it is gone."""
+    def _take(self, host: socket.socket, before: Any) -> Connection | None:
+        """Carry out what a host asks for, or end what it has asked for if it is gone. In a fork,
+        return its connection."""
         try:
             message, fds, _, _ = socket.recv_fds(host, MOST_BYTES, 1)
         except OSError:
             message, fds = b"", []
         if not message:
             self._drop(host)
-            return
+            return None
         what, *rest = pickle.loads(message)
         if what == "release":  # it serves others by now, and ends by itself
             self._forks.pop(rest[0], None)
-            return
+            return None
         pid = os.fork()
         if pid == 0:
-            self._become(fds[0], before)
+            self._leave(before)
+            return Connection(fds[0])
         for fd in fds:
             os.close(fd)
         self._forks[pid] = host
         self._tell(host, ("forked", pid))
+        return None
 
-    def _become(self, fd: int, before: Any) -> NoReturn:
-        """Be a fork: let go of what is the zygote's, and enter."""
-        code = 1
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, before)
-            self._waiting.close()
-            for each in (*self._hosts, self._listening):
-                each.close()
-            os.close(self._woken)
-            os.close(self._wakes)
-            self._enter(Connection(fd))
-            code = 0
-        except BaseException as exc:
-            print(f"process {os.getpid()}: {exc!r}", file=sys.stderr, flush=True)
-        finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-            os._exit(code)  # nothing that the zygote has registered may run twice
+    def _leave(self, before: Any) -> None:
+        """Let go of what is the zygote's, in a fork."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, before)
+        self._waiting.close()
+        for each in (*self._hosts, self._listening):
+            each.close()
+        os.close(self._woken)
+        os.close(self._wakes)
 
     def _reap(self) -> None:
         """Tell hosts of the ends of their forks."""
@@ -138,8 +133,9 @@ class Zygote:
         for pid, owner in list(self._forks.items()):
             if owner is host:
                 del self._forks[pid]
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                for kill in (os.kill, os.killpg):  # a driver leads a group
+                    with contextlib.suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
         self._lonely_since = time.monotonic()
 
     @staticmethod
@@ -148,8 +144,23 @@ class Zygote:
             host.send(pickle.dumps(fact), socket.MSG_DONTWAIT)
 
 
+def end_after(enter: Callable[[Connection], None], connection: Connection) -> NoReturn:
+    """Let a fork do what it is for, and end it: nothing that the zygote has registered may run
+    twice."""
+    code = 1
+    try:
+        enter(connection)
+        code = 0
+    except BaseException as exc:
+        print(f"process {os.getpid()}: {exc!r}", file=sys.stderr, flush=True)
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
+
+
 @contextlib.contextmanager
-def address_of(path: Path):  # type: ignore[no-untyped-def]
+def address_of(path: Path) -> Iterator[str]:
     """Yield an address of a socket's file that is short enough for the system, however long its
     path is."""
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -190,9 +201,8 @@ def import_all() -> None:
     optimizer.zero_grad()
 
 
-def enter(connection: Connection) -> None:
+def enter(connection: Connection, what: str, *rest: Any) -> None:
     """Do what the host asks of a fork of level 0: be a rank, build a task, or call a function."""
-    what, *rest = connection.recv()
     if what == "rank":
         from train_fn.ranks.main import be_rank
 
@@ -210,8 +220,9 @@ def main() -> None:
     """Be level 0."""
     path = Path(sys.argv[1])
     import_all()
-    listening = listen_at(path)
-    Zygote(listening, enter, LONELY_S).serve()
+    connection = Zygote(listen_at(path), LONELY_S).serve()
+    if connection is not None:
+        end_after(lambda line: enter(line, *line.recv()), connection)
     path.unlink(missing_ok=True)
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from everstep.text import failure as failure_words
 from everstep.wire import Verdict
-from everstep.wire.events import EventKind, Rung
+from everstep.wire.events import EventKind
 from train_fn.checkpoints.cadence import NO_RISK, ObservedFailures
 from train_fn.journal.client import ActorJournalClient
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.ray_internals import Worker
+from train_fn.ray_train.worker_actor import RankReady
 from train_fn.recovery.decision import Decision, PastFailure
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.hang import Phase

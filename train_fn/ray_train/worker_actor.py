@@ -7,6 +7,7 @@ process then serves one attempt.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -357,10 +358,8 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def poll_status(self) -> Any:
         """Return what Ray polls for, once the rank answers: a stopped one answers nothing."""
         if not self._told.trained.is_set():
-            try:
+            with contextlib.suppress(RankDied):  # its training thread says so
                 self._of_rank().call("ping")
-            except RankDied:
-                pass  # its training thread says so
         return super().poll_status()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:

@@ -16,7 +16,6 @@ from everstep.wire.run import with_few_ranks
 from storage.errors import StorageError
 from train_fn import clock as head_clock
 from train_fn.errors import (
-    AsksForPeers,
     CheckpointFailed,
     EndedItself,
     Miscomputed,
@@ -412,7 +411,6 @@ _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.CORRUPTION, Miscomputed),
     _Row(ErrorKind.EXCHANGE, StepNotWhole),
     _Row(ErrorKind.EXCHANGE, StateNotWhole),
-    _Row(ErrorKind.EXCHANGE, AsksForPeers),
     _Row(ErrorKind.EXITED, EndedItself),
     _Row(ErrorKind.STORAGE, StorageError),
     _Row(ErrorKind.STORAGE, CheckpointFailed),

@@ -116,9 +116,7 @@ class _Rehearsal:
         """Make all trainings, one after the other. Return notes."""
         if not self._undisturbed() or not self._again():
             return ()
-        deaths, left_out = deaths_of(
-            self._expected, self._setup.world_size, self._setup.last_step
-        )
+        deaths, left_out = deaths_of(self._expected, self._setup.world_size, self._setup.last_step)
         for death in deaths:
             self._tell(self._died(death))
         for row in left_out:

@@ -247,27 +247,6 @@ def end_process_group() -> bool:
     return True
 
 
-_left: list[dist.ProcessGroup] = []
-"""Groups of an attempt that ranks have left without an error."""
-
-
-def leave_group() -> None:
-    """Leave the groups of this process while peers may still be in their last collective. Code that
-    holds one of these groups can use it until ``close_left_groups``."""
-    if dist.is_initialized():
-        if fails_by_itself():
-            _left.extend(dist.distributed_c10d._world.pg_map)
-        dist.destroy_process_group()
-
-
-def close_left_groups() -> None:
-    """Close the connections of groups that this process has left, so that nobody can meet there any
-    more: who still holds one gets an error. Call it once the ranks have met in a new group; all
-    have left the old one then, or are dead."""
-    while _left:
-        _close_connections(_left.pop())
-
-
 def close_connections() -> None:
     """Make the collectives of this process fail whose backend lets them fail. Any thread may call
     this."""

@@ -1,8 +1,8 @@
-"""Notice when code of the user's asks for its place among the ranks: its rank, its peers, or a
-group of them.
+"""Notice when code of the user's asks for its place among the ranks while it builds: its rank, its
+peers, or a group of them.
 
-What it was told then may stay anywhere: in a cache, a closure, a module. It is wrong in the next
-attempt, which has other peers. So a process that was asked serves no other attempt.
+What is built once for all ranks of a node has no place. A build that asks for one would be told a
+wrong one, so each rank then builds for itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions hold the group that exists when it is imported: none
-
-from train_fn.errors import AsksForPeers
 
 OF_A_PLACE = frozenset({"RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 """Environment variables that Ray Train and torchrun set to a rank's place."""
@@ -46,19 +44,12 @@ class _PlaceWatch:
 
     def __init__(self) -> None:
         self.is_on = False
-        self.refuses = False
         self.asked_at: str | None = None
 
     def note(self) -> None:
         """Note who asks, if it is code of the user's. Called wherever a place is told."""
-        if not self.is_on or (self.asked_at is not None and not self.refuses):
-            return
-        found = asker(sys._getframe(2))
-        if found is None:
-            return
-        self.asked_at = self.asked_at or found
-        if self.refuses:
-            raise AsksForPeers(found)
+        if self.is_on and self.asked_at is None:
+            self.asked_at = asker(sys._getframe(2))
 
 
 _watch = _PlaceWatch()
@@ -70,11 +61,6 @@ def asked_at() -> str | None:
     return _watch.asked_at
 
 
-def forget() -> None:
-    """Forget what this process has asked: it begins anew."""
-    _watch.asked_at = None
-
-
 @contextmanager
 def watching() -> Iterator[None]:
     """Notice questions inside. Those of Everstep and Ray do not count."""
@@ -84,19 +70,6 @@ def watching() -> Iterator[None]:
         yield
     finally:
         _watch.is_on = False
-
-
-@contextmanager
-def refusing(refuses: bool) -> Iterator[None]:
-    """Raise AsksForPeers inside for each question, and at the end if there was one, if it
-    ``refuses``."""
-    _watch.refuses, before = refuses, _watch.asked_at
-    try:
-        yield
-    finally:
-        _watch.refuses = False
-    if refuses and _watch.asked_at is not None and before is None:
-        raise AsksForPeers(_watch.asked_at)
 
 
 def asker(frame: FrameType | None) -> str | None:
@@ -140,16 +113,6 @@ def is_users(path: str) -> bool:
     return bool(path) and not _is_standard(path)
 
 
-def is_known_thread(frame: FrameType | None) -> bool:
-    """Return whether Everstep, Ray or torch has started the thread with this innermost frame."""
-    known = (*_OWN_PACKAGES, *_LIBRARIES)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(known):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _is_standard(path: str) -> bool:
     """Return whether a file is of Python's own library, or of no file."""
     return path.startswith("<frozen ") or (
@@ -164,14 +127,6 @@ class _WatchedEnvironment(dict[Any, Any]):
         if os.fsdecode(key) in OF_A_PLACE:
             _watch.note()
         return super().__getitem__(key)
-
-
-def watch(owner: type, names: Iterable[str]) -> None:
-    """Watch methods of a class that tell a rank its place."""
-    for name in names:
-        method = getattr(owner, name)
-        if not getattr(method, "is_watched", False):
-            setattr(owner, name, _watched(method))
 
 
 def _watched(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,22 +38,6 @@ _OWN_TO_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt
 _ABSENT = object()
 
 
-def followed(owner: object, depth: int) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the attributes of an owner, and whether ``put_back`` restores each. Of torch's own only
-    functions that somebody may have replaced: a state holds their parts.
-
-    Args:
-        depth: 0 for an owner, 1 for an object that one holds.
-    """
-    put_back = _values_of(owner, depth)
-    is_torchs = type(owner).__module__.startswith("torch.")
-    for key, value in list(vars(owner).items()) if hasattr(owner, "__dict__") else ():
-        if key in put_back:
-            yield key, value, True
-        elif key not in internal(owner) and (not is_torchs or callable(value)):
-            yield key, value, False
-
-
 def generator_text(value: Any) -> Any | None:
     """Return what shows the state of a random generator; None for another object."""
     return _State(_GENERATORS[type(value)][0](value)).text if type(value) in _GENERATORS else None

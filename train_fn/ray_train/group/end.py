@@ -4,7 +4,6 @@ report on each rank.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time

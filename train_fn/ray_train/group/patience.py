@@ -19,7 +19,6 @@ from everstep.wire.events import EventKind
 from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.group.end import UNNOTICED
 from train_fn.ray_train.group.node_checks import find_gone
-from train_fn.recovery.hang import TRAINING_THREAD
 from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
@@ -27,7 +26,13 @@ from train_fn.ray_train.ray_internals import (
 from train_fn.ray_train.scaling import ReadNodes
 from train_fn.recovery import waiting
 from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.hang import SILENT_S, find_late, find_stuck, is_known_who_hangs
+from train_fn.recovery.hang import (
+    SILENT_S,
+    TRAINING_THREAD,
+    find_late,
+    find_stuck,
+    is_known_who_hangs,
+)
 from train_fn.recovery.sizing import NodeView
 
 _SILENT_S = 2.0
@@ -262,9 +267,7 @@ class HungRanks:
         self._ranks: list[int] = []
         self._reason = ""
 
-    def kill(
-        self, workers: Sequence[Any], reason: str, end: Callable[[Any], object]
-    ) -> list[int]:
+    def kill(self, workers: Sequence[Any], reason: str, end: Callable[[Any], object]) -> list[int]:
         """Read every rank's stack and counts of collectives, kill the ranks that hold up the
         others, and return them. If all stacks wait in a collective, the counts decide.
 

@@ -96,11 +96,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return self._actors.reports
 
     @property
-    def is_refused(self) -> bool:
-        """Return whether a check of the nodes found why the group cannot start."""
-        return self._actors.is_refused
-
-    @property
     def oom_kills(self) -> dict[int, int | None]:
         """Return the out-of-memory kills of each rank's node when the rank began, by process id."""
         return self._actors.oom_kills
