@@ -85,6 +85,9 @@ class WorkerContext:
     hands_over: Callable[[], bool] = lambda: False
     """Return whether the controller has asked the ranks to exit for a group that follows at once.
     Rank 0 decides by it for all."""
+    built_apart: str | None = None
+    """Why each rank builds the task for itself, although a node could have built it once for all;
+    None if it need not."""
     on_restored: Callable[[], None] = lambda: None
     """Called once all ranks have restored the state with which the attempt begins."""
     on_replaced: Callable[[str], None] = lambda why: None

@@ -150,7 +150,6 @@ class RankProcess:
 
     Args:
         serve: carries out what the rank calls, as ``Line`` says.
-        how: whether it has what was built before: ``built`` or ``imports``.
     """
 
     def __init__(
@@ -158,9 +157,7 @@ class RankProcess:
         zygote: Zygote,
         facts: RankFacts,
         serve: Callable[[str, tuple[Any, ...]], Any],
-        how: str,
     ) -> None:
-        self.how = how
         self.pid, connection, self._status = zygote.fork()
         try:
             self._pidfd = os.pidfd_open(self.pid)  # a drill knows the rank by it
@@ -225,9 +222,8 @@ class Zygotes:
         with self._lock:
             for _ in range(2):
                 zygote = self._level_1 or self._imported()
-                how = "built" if zygote is self._level_1 else "imports"
                 try:
-                    return RankProcess(zygote, facts, serve, how)
+                    return RankProcess(zygote, facts, serve)
                 except ZygoteGone as exc:
                     logger.warning("%s; another one takes its place", exc)
                     self._leave(zygote)

@@ -43,3 +43,5 @@ class RankFacts:
     ip: str
     """The node's address in the cluster."""
     use_gpu: bool
+    why_not: str | None = None
+    """Why it has not what the node could have built once; None if it has."""

@@ -73,6 +73,8 @@ class Outside:
     close: Callable[[], bool]
     """Waits until all reports are taken. Returns False if that takes too long."""
     device: Callable[[], torch.device]
+    built_apart: str | None = None
+    """As of ``WorkerContext``."""
 
 
 def run_rank(job: RankJob, place: Place, outside: Outside) -> str | None:
@@ -219,6 +221,7 @@ def _context(
         report_kept=process.note_kept,
         is_abandoned=process.is_abandoned,
         hands_over=journal.hands_over,
+        built_apart=outside.built_apart,
         on_restored=process.note_restored,
         on_replaced=lambda why: _leave_at_once(launch),
     )

@@ -15,7 +15,6 @@ from train_fn.checkpoints.cadence import NO_RISK, ObservedFailures
 from train_fn.journal.client import ActorJournalClient
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.ray_internals import Worker
-from train_fn.ray_train.worker_actor import RankReady
 from train_fn.recovery.decision import Decision, PastFailure
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.hang import Phase
@@ -41,8 +40,6 @@ class AttemptLog:
         self.world_size = 0
         self.nodes = set(engine.history.nodes)
         """Ids of all nodes that ever ran ranks of the run: their snapshots may be there."""
-        self._built_apart: dict[str, str] = {}
-        """Why ranks build for themselves, by node."""
         self.is_open = False
         """Whether the attempt's start was reported, but not its end."""
         self._last_step_before = engine.history.last_step
@@ -91,18 +88,6 @@ class AttemptLog:
             self.journal.ask(_ASK_S)
             last_step = self.journal.last_step
         self.journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": last_step})
-
-    def built(self, ready: Sequence[RankReady], metas: Sequence[Any]) -> None:
-        """Say where ranks build for themselves, and why."""
-        found = {
-            meta.node_id: rank.why_not
-            for rank, meta in zip(ready, metas, strict=True)
-            if rank.why_not is not None
-        }
-        if found and found != self._built_apart:
-            self._built_apart = found
-            why = sorted(set(found.values()))
-            logger.warning("each rank builds the task for itself, in each attempt: %s", why[0])
 
     @property
     def has_stepped(self) -> bool:

@@ -29,8 +29,6 @@ class OwnProcess:
         serve: carries out what a rank asks of its host.
     """
 
-    how = "host"
-
     def __init__(self, launch: RankLaunch, ip: str, serve: Callable[..., Any]) -> None:
         self.pid, self._serve = os.getpid(), serve
         process.prepare(launch, ip, over_nccl=bool(ray.get_gpu_ids()))

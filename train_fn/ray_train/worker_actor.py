@@ -72,11 +72,6 @@ class RankReady:
     host_pid: int
     oom_kills: int | None
     """Processes that the OOM killer had ended on the node by then; None if unknown."""
-    how: str
-    """How the process began: ``built``, with what its task has built once on the node,
-    ``imports``, or ``host``."""
-    why_not: str | None = None
-    """Why it has not what was built once."""
     problem: str | None = None
     """Why ranks on the node cannot reach their peers, if this is known before they try."""
 
@@ -85,7 +80,6 @@ class Rank(Protocol):
     """A rank's process, as its host uses it."""
 
     pid: int
-    how: str
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a function of ``train_fn/ranks/main.py`` in the rank. Raises RankDied."""
@@ -175,6 +169,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
                 ray.get_runtime_context().get_node_id(),
                 ray.util.get_node_ip_address(),
                 use_gpu,
+                self._zygotes.why_not,
             )
             self._rank = self._zygotes.fork(facts, self._serve)
         if self._versions is None:
@@ -183,8 +178,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             self._versions,
             os.getpid(),
             oom_kills(),
-            self._rank.how,
-            self._zygotes.why_not,
             problem,
         )
 

@@ -94,7 +94,6 @@ class GroupFactory:
             self._bring,
             hosts,
             self._is_stopping,
-            self._attempt_log.built,
         )
         return EverstepWorkerGroup(
             actors,

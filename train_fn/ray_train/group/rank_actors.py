@@ -59,7 +59,6 @@ class RankActors:
             those that end.
         hosts: of earlier attempts. Those on chosen nodes serve this one; the others are ended.
         is_stopping: returns whether the run is to stop, so that no build is waited for.
-        on_built: called with what became of the build on each node.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class RankActors:
         bring: Callable[..., None],
         hosts: Sequence[Host],
         is_stopping: Callable[[], bool],
-        on_built: Callable[[Sequence[RankReady], Sequence[Any]], None],
     ) -> None:
         self.launch, self._job = launch, job
         self._hosts = list(hosts)
@@ -86,7 +84,7 @@ class RankActors:
         self._preflight = preflight
         self._links = links
         self._bring = bring
-        self._is_stopping, self._on_built = is_stopping, on_built
+        self._is_stopping = is_stopping
         self._nodes: dict[str, NodeView] = {}
         self._bundles: list[Bundle] = []
         self._actors: list[Any] = []
@@ -154,7 +152,6 @@ class RankActors:
         self._processes |= {
             (meta.node_id, rank.host_pid) for rank, meta in zip(ready, metas, strict=True)
         }
-        self._on_built(ready, metas)
         self._check(ready, metas)
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         return [
