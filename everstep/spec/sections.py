@@ -353,9 +353,8 @@ class RecoverySpec(Frozen):
     """Seconds without a step after which a rank counts as hung; null learns it: max(60 s, 10 x p99
     of the rank's step time)."""
     in_process: bool = True
-    """Let ranks that survive a failure or a change of size keep their processes, where nothing that
-    user code keeps there could change the run. Faster. A Ray Train function or script always gets
-    fresh ones."""
+    """Accepted in specs of earlier versions, and without effect: every attempt's ranks are forked
+    from a process that has built the task and never trained."""
     deadline_s: Seconds | None = None
     """Seconds from creation until the run fails with ``deadline_exceeded``; null sets no
     deadline."""

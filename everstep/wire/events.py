@@ -124,8 +124,8 @@ class EventKind(StrEnum):
     world_size_after, phases {name: seconds}, rung ("in_process" | "snapshot" | "checkpoint") |
     null."""
     FELL_BACK = "fell_back"
-    """An attempt did not come to a step in the processes of earlier ranks, and one in fresh
-    processes follows. data: rung ("in_process"), reason (in words)."""
+    """Of earlier versions: an attempt did not come to a step in the processes of earlier ranks, and
+    one in fresh processes follows. data: rung ("in_process"), reason (in words)."""
     DRILL_STARTED = "drill_started"
     """A fault is injected; the event is durable before that. data: id, kind, rank, node_id | null,
     pid | null, checkpoint | null."""
@@ -162,14 +162,14 @@ class EventKind(StrEnum):
 
 
 class Rung(StrEnum):
-    """Where a recovery found processes and state, best first."""
+    """Where a recovery found the state, best first."""
 
     IN_PROCESS = "in_process"
-    """Survivors kept their processes."""
+    """Of earlier versions: survivors kept their processes."""
     SNAPSHOT = "snapshot"
-    """Fresh processes read the state that survivors left in a node's memory."""
+    """The ranks read what survivors left in a node's memory."""
     CHECKPOINT = "checkpoint"
-    """Fresh processes read a checkpoint."""
+    """The ranks read a checkpoint."""
 
 
 NODE_UNFIT = "NodeUnfit"

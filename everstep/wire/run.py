@@ -138,8 +138,8 @@ class Failure(Answer):
     world_size_before: int | None
     world_size_after: int | None
     rung: str | None = None
-    """Where the recovery found processes and state: ``in_process`` (survivors kept their
-    processes), ``snapshot`` or ``checkpoint``; null while not known, and if the run began anew."""
+    """Where the recovery found the state: ``snapshot`` or ``checkpoint``, in runs of earlier
+    versions also ``in_process``; null while not known, and if the run began anew."""
     drill: CausingDrill | None = None
     """The drill that caused it; null for a failure that nobody ordered."""
     submission: int = 0

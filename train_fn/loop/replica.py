@@ -467,6 +467,8 @@ def build_replica(ctx: WorkerContext) -> Replica:
         exchanges = replica.exchanges_in_forward
         require_elastic(parts.task, exchanges=exchanges, has_sparse=has_sparse)
         replica.exchange = Exchange(peers, replica.parameters, replica.sampler, spec.full_size)
+    if not spec.recovery.in_process:
+        replica.warn("recovery.in_process has no effect any more; leave it out of the spec")
     if ctx.built_apart is not None:
         replica.warn(f"each rank builds the task for itself, in every attempt: {ctx.built_apart}")
     if debugging := lowered_level():

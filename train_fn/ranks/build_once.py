@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore
 
 from train_fn.node.secrets import process_redactor, read_secrets
 from train_fn.ranks.orders import BuildOrder, Built
-from train_fn.ranks.zygote import LONELY_S, Zygote, end_after, listen_at
+from train_fn.ranks.zygote import LONELY_S, Zygote, begin_anew, end_after, listen_at
 from train_fn.recovery.launch import RankJob
 from train_fn.recovery.settings import take_environment
 from train_fn.step.place_watch import asked_at, watching
@@ -45,6 +45,7 @@ output: OutputFile | None = None
 def build_and_serve(connection: Connection, order: BuildOrder) -> None:
     """Build the task, tell the host what came of it, and fork ranks until nobody is connected."""
     global base_environ, output
+    begin_anew(order.streams)
     began, threads, fds = time.monotonic(), _threads(), set(_descriptors())
     output = OutputFile(order.path.with_suffix(".log"))
     os.environ.clear()
@@ -66,7 +67,8 @@ def build_and_serve(connection: Connection, order: BuildOrder) -> None:
     fork = Zygote(listening, LONELY_S).serve()
     if fork is not None:
         end_after(_enter, fork)
-    order.path.unlink(missing_ok=True)
+    for path in (order.path, output.path):
+        path.unlink(missing_ok=True)
 
 
 def _enter(connection: Connection) -> None:
@@ -82,10 +84,12 @@ def _build(job: RankJob) -> None:
     os.environ.update(secrets)
     try:
         name, _, _ = job.train.partition(":")
-        build: Callable[..., None] = importlib.import_module(name).build_once
+        build: Callable[..., None] | None
+        build = getattr(importlib.import_module(name), "build_once", None)
         device = torch.device("cuda", 0) if job.use_gpu else torch.device("cpu")
-        with _group_of_one(), watching():
-            build(job.spec, job.run_dir, device)
+        if build is not None:
+            with _group_of_one(), watching():
+                build(job.spec, job.run_dir, device)
     finally:
         for variable in secrets:
             os.environ.pop(variable, None)
@@ -184,7 +188,7 @@ class OutputFile:
     """Where this process prints while it builds. Its forks print where it did before."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         sys.stdout.flush()
         self._before = (os.dup(1), os.dup(2))
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
@@ -203,7 +207,7 @@ class OutputFile:
         for number, fd in enumerate(self._before, start=1):
             os.dup2(fd, number)
             os.close(fd)
-        return partial(_taken, self._path)
+        return partial(_taken, self.path)
 
 
 def _taken(path: Path) -> list[str]:

@@ -40,6 +40,7 @@ ANSWER_S = 15.0
 STATUS_S = 2.0
 """Longest wait in seconds to hear how a rank has ended."""
 _LOOK_S, _STOPPED_S = 0.02, 0.5
+_LEFT_S = 7 * 24 * 3600.0
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class Zygote:
             raise
         credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         self.pid = struct.unpack("3i", credentials)[0]
+        self._pidfd: int | None = None
+        with contextlib.suppress(OSError):  # it has ended
+            self._pidfd = os.pidfd_open(self.pid)
         self._asking, self._lock = threading.Lock(), threading.Lock()
         self._forked: Future[int] | None = None
         self._answer_s = START_S
@@ -114,8 +118,11 @@ class Zygote:
 
     def end(self) -> None:
         """Kill a zygote that does not answer. Its ranks go on."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self.pid, signal.SIGKILL)
+        if self._pidfd is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = None
 
     def _end_of(self, pid: int) -> Future[int]:
         with self._lock:
@@ -232,6 +239,8 @@ class Zygotes:
     @property
     def has_built(self) -> bool:
         """Return whether what ranks train is built, or will be by each of them."""
+        if self.failed is not None:  # it is tried again with each attempt
+            return False
         return self.why_not is not None or (self._level_1 is not None and not self._level_1.is_gone)
 
     def build(self, order: Callable[[Path], BuildOrder], job: RankJob) -> float:
@@ -246,8 +255,7 @@ class Zygotes:
             with contextlib.suppress(OSError):
                 self._level_1 = Zygote(path)
                 return 0.0
-            zygote = self._imported()
-            pid, connection, _ = zygote.fork()
+            zygote, pid, connection = self._fork_of_level_0()
             connection.send(("build", order(path)))
             built: Built | None = None
             with contextlib.suppress(EOFError, OSError):
@@ -269,7 +277,7 @@ class Zygotes:
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in a fork of level 0, which ends with it. Raises RankDied."""
         with self._lock:
-            _, connection, _ = self._imported().fork()
+            _, _, connection = self._fork_of_level_0()
         try:
             connection.send(("call", function, *arguments))
             return connection.recv()
@@ -277,6 +285,17 @@ class Zygotes:
             raise RankDied(f"a process that was to run {function.__name__} has ended") from None
         finally:
             connection.close()
+
+    def _fork_of_level_0(self) -> tuple[Zygote, int, Connection]:
+        """Fork level 0. One that ends just now is replaced."""
+        zygote = self._imported()
+        try:
+            pid, connection, _ = zygote.fork()
+        except ZygoteGone:
+            self._leave(zygote)
+            zygote = self._imported()
+            pid, connection, _ = zygote.fork()
+        return zygote, pid, connection
 
     def _imported(self) -> Zygote:
         """Return level 0 of this node."""
@@ -321,8 +340,14 @@ def level_0(node_id: str) -> Zygote:
 
 
 def _directory() -> Path:
+    """Return where the zygotes of this user listen, and remove what runs have left there long
+    ago."""
     found = own_temporary_dir() / "zygotes"
     found.mkdir(mode=0o700, exist_ok=True)
+    for path in found.iterdir():
+        with contextlib.suppress(OSError):
+            if path.suffix != ".sock" and time.time() - path.stat().st_mtime > _LEFT_S:
+                path.unlink()
     return found
 
 

@@ -26,6 +26,7 @@ from train_fn.ranks import build_once, process
 from train_fn.ranks.line import Line
 from train_fn.ranks.orders import RankFacts
 from train_fn.ranks.rank import Outside, run_rank
+from train_fn.ranks.zygote import begin_anew
 from train_fn.recovery.hang import TRAINING_THREAD
 from train_fn.recovery.launch import Meeting, Place, RankJob
 from train_fn.snapshots import lending
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 def be_rank(connection: Connection, facts: RankFacts) -> NoReturn:
     """Serve the host until it ends this process."""
+    if build_once.output is None:
+        begin_anew(facts.streams)
     _take_environment(facts.environ)
     threading.current_thread().name = TRAINING_THREAD
     rank = _Rank(facts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from train_fn.ranks.zygote import Streams
 from train_fn.recovery.launch import RankJob, RankLaunch
 
 
@@ -19,6 +20,7 @@ class BuildOrder:
     """The environment of its host."""
     env: dict[str, str]
     """What every rank of the run sets in addition."""
+    streams: Streams
 
 
 @dataclass(frozen=True)
@@ -43,5 +45,6 @@ class RankFacts:
     ip: str
     """The node's address in the cluster."""
     use_gpu: bool
+    streams: Streams
     why_not: str | None = None
     """Why it has not what the node could have built once; None if it has."""

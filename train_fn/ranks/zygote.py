@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 import os
 import pickle
@@ -25,6 +26,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -157,6 +159,29 @@ def end_after(enter: Callable[[Connection], None], connection: Connection) -> No
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(code)
+
+
+Streams = tuple[str, str]
+"""Files to which a host prints: its standard output and error."""
+
+
+def streams_of_this() -> Streams:
+    """Return where this process prints."""
+    out, err = (os.readlink(f"/proc/self/fd/{number}") for number in (1, 2))
+    return out, err
+
+
+def begin_anew(streams: Streams) -> None:
+    """Print where the host does, and forget what was set for the zygote alone."""
+    for number, path in enumerate(streams, start=1):
+        with contextlib.suppress(OSError):
+            if Path(path).is_file():
+                opened = os.open(path, os.O_WRONLY | os.O_APPEND)
+                os.dup2(opened, number)
+                os.close(opened)
+    # The zygote's handler would write without the filter that hides secrets.
+    logging.basicConfig(level=logging.WARNING, handlers=[], force=True)
+    tempfile.tempdir = None  # it was computed in another environment
 
 
 @contextlib.contextmanager

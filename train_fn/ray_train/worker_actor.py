@@ -33,6 +33,7 @@ from train_fn.node.network import interface_problem
 from train_fn.node.probe import accepts_connection
 from train_fn.ranks.fork import Zygotes
 from train_fn.ranks.orders import BuildOrder, RankFacts
+from train_fn.ranks.zygote import streams_of_this
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import Meeting, Place, RankJob, RankLaunch
@@ -169,6 +170,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
                 ray.get_runtime_context().get_node_id(),
                 ray.util.get_node_ip_address(),
                 use_gpu,
+                streams_of_this(),
                 self._zygotes.why_not,
             )
             self._rank = self._zygotes.fork(facts, self._serve)
@@ -440,7 +442,13 @@ def _place() -> Place:
 
 
 def _order(path: Path, launch: RankLaunch, job: RankJob) -> BuildOrder:
-    return BuildOrder(dataclasses.replace(job, journal=None), path, dict(os.environ), launch.env)
+    return BuildOrder(
+        dataclasses.replace(job, journal=None),
+        path,
+        dict(os.environ),
+        launch.env,
+        streams_of_this(),
+    )
 
 
 def _called(name: str, *arguments: Any) -> Any:

@@ -25,7 +25,7 @@ from train_fn.recovery.sizing import choose_nodes
 
 logger = logging.getLogger(__name__)
 
-READY_S = 60.0
+READY_S = 600.0
 """Longest time in seconds for the hosts to get ready. The others then go on without them, and new
 ones are made as after a failure."""
 
