@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from train_fn.node.secrets import process_redactor, read_secrets
-from train_fn.ranks.orders import BuildOrder, Built
+from train_fn.ranks.orders import BuildOrder, BuildResult
 from train_fn.ranks.zygote import LONELY_S, Zygote, begin_anew, end_after, listen_at
 from train_fn.recovery.launch import RankJob
 from train_fn.recovery.settings import take_environment
@@ -60,7 +60,7 @@ def build_and_serve(connection: Connection, order: BuildOrder) -> None:
     except BaseException as exc:
         failed = process_redactor()(f"{type(exc).__name__}: {exc}")[:_LONGEST]
     listening = None if why_not or failed else listen_at(order.path)
-    connection.send(Built(why_not, failed, time.monotonic() - began))
+    connection.send(BuildResult(why_not, failed, time.monotonic() - began))
     if listening is None:
         return
     connection.close()

@@ -26,8 +26,8 @@ from typing import Any
 
 from train_fn.errors import RankDied
 from train_fn.node.node_dir import node_lock, own_temporary_dir
-from train_fn.ranks.line import Line, LineEnded
-from train_fn.ranks.orders import BuildOrder, Built, RankFacts
+from train_fn.ranks.line import LineEnded, Wire
+from train_fn.ranks.orders import BuildOrder, BuildResult, RankFacts
 from train_fn.ranks.zygote import MOST_BYTES, address_of
 from train_fn.recovery.launch import RankJob
 
@@ -49,7 +49,7 @@ class ZygoteGone(Exception):
     """A zygote has ended, or does not answer."""
 
 
-class Zygote:
+class Forker:
     """A connection to a zygote of this node. Raises OSError if nobody listens at ``path``."""
 
     def __init__(self, path: Path) -> None:
@@ -156,12 +156,12 @@ class RankProcess:
     """A forked rank, as its host sees it.
 
     Args:
-        serve: carries out what the rank calls, as ``Line`` says.
+        serve: carries out what the rank calls, as ``Wire`` says.
     """
 
     def __init__(
         self,
-        zygote: Zygote,
+        zygote: Forker,
         facts: RankFacts,
         serve: Callable[[str, tuple[Any, ...]], Any],
     ) -> None:
@@ -172,7 +172,7 @@ class RankProcess:
             self._pidfd = -1
         self._connection = connection
         connection.send(("rank", facts))
-        self._line = Line(connection, serve)
+        self._line = Wire(connection, serve)
         self.is_killed = False
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
@@ -216,8 +216,8 @@ class Zygotes:
     """The zygotes of a run on this node, as one of its hosts uses them."""
 
     node_id: str
-    _level_0: Zygote | None = None
-    _level_1: Zygote | None = None
+    _level_0: Forker | None = None
+    _level_1: Forker | None = None
     why_not: str | None = None
     """Why ranks build for themselves; None if they need not, or nothing was built yet."""
     failed: str | None = None
@@ -253,16 +253,16 @@ class Zygotes:
                 self.why_not = refused.read_text()
                 return 0.0
             with contextlib.suppress(OSError):
-                self._level_1 = Zygote(path)
+                self._level_1 = Forker(path)
                 return 0.0
             zygote, pid, connection = self._fork_of_level_0()
             connection.send(("build", order(path)))
-            built: Built | None = None
+            built: BuildResult | None = None
             with contextlib.suppress(EOFError, OSError):
                 built = connection.recv()
             connection.close()
             if built is None:
-                built = Built(None, "its process has ended", 0.0)
+                built = BuildResult(None, "its process has ended", 0.0)
             self.why_not, self.failed = built.why_not, built.failed
             if built.failed is not None:  # each rank tries again, and tells what it meets
                 self.why_not = f"the build failed in a process of its own ({built.failed})"
@@ -270,7 +270,7 @@ class Zygotes:
             if built.why_not is not None:
                 refused.write_text(built.why_not)
                 return built.seconds
-            self._level_1 = Zygote(path)
+            self._level_1 = Forker(path)
             zygote.release(pid)
             return built.seconds
 
@@ -286,7 +286,7 @@ class Zygotes:
         finally:
             connection.close()
 
-    def _fork_of_level_0(self) -> tuple[Zygote, int, Connection]:
+    def _fork_of_level_0(self) -> tuple[Forker, int, Connection]:
         """Fork level 0. One that ends just now is replaced."""
         zygote = self._imported()
         try:
@@ -297,13 +297,13 @@ class Zygotes:
             pid, connection, _ = zygote.fork()
         return zygote, pid, connection
 
-    def _imported(self) -> Zygote:
+    def _imported(self) -> Forker:
         """Return level 0 of this node."""
         if self._level_0 is None or self._level_0.is_gone:
             self._level_0 = level_0(self.node_id)
         return self._level_0
 
-    def _leave(self, zygote: Zygote) -> None:
+    def _leave(self, zygote: Forker) -> None:
         zygote.end()
         if zygote is self._level_0:
             self._level_0 = None
@@ -311,16 +311,16 @@ class Zygotes:
             self._level_1 = None
 
 
-def level_0(node_id: str) -> Zygote:
+def level_0(node_id: str) -> Forker:
     """Return a connection to the node's level 0, which is started if there is none."""
     if given := os.environ.get(ZYGOTE_VARIABLE):
         with contextlib.suppress(OSError):
-            return Zygote(Path(given))
+            return Forker(Path(given))
     own = hashlib.sha256(f"{node_id} {sys.executable}".encode()).hexdigest()[:16]
     path = _directory() / f"{own}.sock"
     with node_lock(path.with_suffix(".lock")):
         with contextlib.suppress(OSError):
-            return Zygote(path)
+            return Forker(path)
         path.unlink(missing_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-m", "train_fn.ranks.zygote", str(path)],
@@ -330,7 +330,7 @@ def level_0(node_id: str) -> Zygote:
         gives_up_at = time.monotonic() + START_S
         while process.poll() is None and time.monotonic() < gives_up_at:
             with contextlib.suppress(OSError):
-                return Zygote(path)
+                return Forker(path)
             time.sleep(_LOOK_S)
         process.kill()
     raise ZygoteGone(

@@ -21,7 +21,7 @@ class LineEnded(Exception):
     """The process at the other end is gone."""
 
 
-class Line:
+class Wire:
     """One end of a line.
 
     Args:

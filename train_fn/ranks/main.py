@@ -23,12 +23,12 @@ from train_fn.journal.follower import Reply, SourceEvent
 from train_fn.journal.rank_log import listen
 from train_fn.node.secrets import process_redactor
 from train_fn.ranks import build_once, process
-from train_fn.ranks.line import Line
+from train_fn.ranks.line import Wire
 from train_fn.ranks.orders import RankFacts
 from train_fn.ranks.rank import Outside, run_rank
 from train_fn.ranks.zygote import begin_anew
 from train_fn.recovery.hang import TRAINING_THREAD
-from train_fn.recovery.launch import Meeting, Place, RankJob
+from train_fn.recovery.launch import Meeting, Position, RankJob
 from train_fn.snapshots import lending
 from train_fn.step.nccl import collective_counts
 
@@ -46,7 +46,7 @@ def be_rank(connection: Connection, facts: RankFacts) -> NoReturn:
     threading.current_thread().name = TRAINING_THREAD
     rank = _Rank(facts)
     process.prepare(facts.launch, facts.ip, over_nccl=facts.use_gpu)
-    rank.line = Line(connection, rank.serve, _end)
+    rank.line = Wire(connection, rank.serve, _end)
     process.tell_host(lambda name, *told: rank.line.ask("note", name, told))
     while True:
         function, arguments, answer = rank.orders.get()
@@ -76,7 +76,7 @@ class _Rank:
     """What the host may call."""
 
     def __init__(self, facts: RankFacts) -> None:
-        self.line: Line
+        self.line: Wire
         self.orders: queue.SimpleQueue[tuple[Any, tuple[Any, ...], Future[Any]]] = (
             queue.SimpleQueue()
         )
@@ -95,7 +95,9 @@ class _Rank:
 
     # -- on the main thread
 
-    def join(self, place: Place, meeting: Meeting, device: int | None, env: dict[str, str]) -> None:
+    def join(
+        self, place: Position, meeting: Meeting, device: int | None, env: dict[str, str]
+    ) -> None:
         """Form the process group."""
         os.environ.update(env)
         if device is not None:
@@ -120,7 +122,7 @@ class _Rank:
             timeout=timedelta(seconds=meeting.timeout_s),
         )
 
-    def train(self, job: RankJob, place: Place) -> str | None:
+    def train(self, job: RankJob, place: Position) -> str | None:
         """Train to the end (``run_rank``)."""
         output = listen(process_redactor())
         for line in () if self._printed is None else self._printed():

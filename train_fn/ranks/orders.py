@@ -24,7 +24,7 @@ class BuildOrder:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """What the builder says once it has built."""
 
     why_not: str | None

@@ -36,7 +36,7 @@ from train_fn.node.secrets import Redactor, process_redactor, secrets_set
 from train_fn.node.usage import GpuWatch, HostWatch, set_threads
 from train_fn.ranks import process
 from train_fn.recovery.evidence import StepFailed, describe_error
-from train_fn.recovery.launch import YIELDED, Left, Place, RankJob, RankLaunch
+from train_fn.recovery.launch import YIELDED, Left, Position, RankJob, RankLaunch
 from train_fn.step.peers import Peers
 from train_fn.storage_proof import prove_storage
 
@@ -77,7 +77,7 @@ class Outside:
     """As of ``WorkerContext``."""
 
 
-def run_rank(job: RankJob, place: Place, outside: Outside) -> str | None:
+def run_rank(job: RankJob, place: Position, outside: Outside) -> str | None:
     """Train. Return None when all steps are done, the stop request that ended the loop, or
     ``YIELDED``.
 
@@ -144,7 +144,7 @@ def _failure(
 
 
 def _train(
-    job: RankJob, place: Place, launch: RankLaunch, journal: RankJournal, outside: Outside
+    job: RankJob, place: Position, launch: RankLaunch, journal: RankJournal, outside: Outside
 ) -> Left | None:
     """Run the loop, or the user's function, to its end."""
     set_threads(job.spec)
@@ -195,7 +195,7 @@ def _freeze_imports() -> None:
 
 
 def _context(
-    job: RankJob, place: Place, launch: RankLaunch, journal: RankJournal, outside: Outside
+    job: RankJob, place: Position, launch: RankLaunch, journal: RankJournal, outside: Outside
 ) -> WorkerContext:
     """Return the rank's place in its attempt."""
     return WorkerContext(

@@ -167,7 +167,7 @@ Streams = tuple[str, str]
 
 def streams_of_this() -> Streams:
     """Return where this process prints."""
-    out, err = (os.readlink(f"/proc/self/fd/{number}") for number in (1, 2))
+    out, err = (str(Path(f"/proc/self/fd/{number}").readlink()) for number in (1, 2))
     return out, err
 
 
@@ -190,7 +190,8 @@ def address_of(path: Path) -> Iterator[str]:
     path is."""
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield f"/proc/self/fd/{directory}/{path.name}"
+        address = f"/proc/self/fd/{directory}/{path.name}"
+        yield address
     finally:
         os.close(directory)
 

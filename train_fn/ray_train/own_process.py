@@ -17,7 +17,7 @@ import torch
 from train_fn.node.secrets import process_redactor
 from train_fn.ranks import process
 from train_fn.ranks.rank import Outside, run_rank
-from train_fn.recovery.launch import Place, RankJob, RankLaunch
+from train_fn.recovery.launch import Position, RankJob, RankLaunch
 from train_fn.step.nccl import collective_counts
 
 
@@ -42,7 +42,7 @@ class OwnProcess:
     def close(self) -> None:
         """Do nothing: the host ends, too."""
 
-    def train(self, job: RankJob, place: Place) -> str | None:
+    def train(self, job: RankJob, place: Position) -> str | None:
         """Train to the end (``run_rank``)."""
         process.tell_host(lambda name, *told: self._serve("note", (name, told)))
         outside = Outside(

@@ -36,7 +36,7 @@ from train_fn.ranks.orders import BuildOrder, RankFacts
 from train_fn.ranks.zygote import streams_of_this
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
-from train_fn.recovery.launch import Meeting, Place, RankJob, RankLaunch
+from train_fn.recovery.launch import Meeting, Position, RankJob, RankLaunch
 
 WATCH = "watch"
 """Concurrency group of ``watch``, which waits while other calls run."""
@@ -428,10 +428,10 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
     return _present.train(config["job"])
 
 
-def _place() -> Place:
+def _place() -> Position:
     """Return the rank's place in its attempt."""
     place = get_train_context()
-    return Place(
+    return Position(
         place.get_world_rank(),
         place.get_world_size(),
         place.get_local_rank(),

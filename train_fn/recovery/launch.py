@@ -22,7 +22,7 @@ Left = Stop | Literal["yielded"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where a rank is among its peers."""
 
     rank: int
