@@ -155,7 +155,7 @@ def _read(
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Return the state of a snapshot on this node, or why it cannot be used."""
     try:
-        state = snapshot_store(ctx).read(label, kept.memory())
+        state = snapshot_store(ctx).read(label)
         kept.require_sound(state)
     except (StateNotWhole, NonFiniteWeights) as exc:
         return None, str(exc)

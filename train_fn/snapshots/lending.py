@@ -3,9 +3,8 @@ memory of the process that holds them, which lends it.
 
 To write a large state takes longer than to read it where it is. So a lender leaves a file that says
 where its tensors are, in place of their bytes. Whoever reads the file copies them from the lender's
-memory, straight to where they are used, and compares their digest with the label's. The process
-ends once the next attempt has restored. If it ends before, the file leads nowhere, and the ranks
-elect another state.
+memory, and compares their digest with the label's. The process ends once the next attempt has
+restored. If it ends before, the file leads nowhere, and the ranks elect another state.
 """
 
 from __future__ import annotations

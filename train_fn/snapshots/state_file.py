@@ -91,17 +91,17 @@ def write_state(path: Path, state: Mapping[str, Any], check: Callable[[], None] 
     return digest(put_together(skeleton, sums))
 
 
-def read_state(path: Path, memory: Any = None) -> tuple[dict[str, Any], str]:
+def read_state(path: Path) -> tuple[dict[str, Any], str]:
     """Return the state in a file, and the digest of what is there.
 
     Its tensors are views of the mapped file. A write to one changes this process's copy only. Those
-    of a state that another process lends are copied from there, into the tensors of ``memory``
-    where they fit. Raises OSError, and ValueError if the file is damaged, or leads nowhere.
+    of a state that another process lends are copied from there. Raises OSError, and ValueError if
+    the file is damaged, or leads nowhere.
     """
     with open_state(path) as file:
         preface = file.read(_PREFACE.size)
         if preface.startswith(_LENT):
-            return _read_lent(preface[len(_LENT) :] + file.read(), memory)
+            return _read_lent(preface[len(_LENT) :] + file.read())
         if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
             raise ValueError(f"{path.name} is not a file that holds a state")
         _, header_bytes, size_bytes, checksum = _PREFACE.unpack(preface)
@@ -133,14 +133,15 @@ def lend_state(path: Path, state: Mapping[str, Any], until: ExitStack) -> None:
         file.truncate()
 
 
-def _read_lent(data: bytes, memory: Any) -> tuple[dict[str, Any], str]:
+def _read_lent(data: bytes) -> tuple[dict[str, Any], str]:
     """Read the state of a process on this machine, given what its file says."""
     end = 8 + int.from_bytes(data[:8], "little")
     skeleton = torch.load(io.BytesIO(data[8:end]), weights_only=True)
     window = window_of(json.loads(data[end:]))
     if window.machine != machine():
         raise ValueError("it is in the memory of a process on another machine")
-    tensors = room_for(skeleton, memory)
+    # Not the model's own: the state may be rejected, and the first pass comes before it is loaded.
+    tensors = room_for(skeleton, None)
     sums = read_memory(window, tensors)
     state: dict[str, Any] = put_together(skeleton, tensors)
     return state, digest(put_together(skeleton, sums))

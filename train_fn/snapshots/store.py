@@ -133,11 +133,11 @@ class SnapshotStore:
         that say why it does not."""
         return [label for label in labels_in(self.directory) if label.submission <= self.submission]
 
-    def read(self, label: Label, memory: dict[str, Any] | None = None) -> dict[str, Any]:
+    def read(self, label: Label) -> dict[str, Any]:
         """Return the state of a label, on the CPU. Its tensors are views of the file, which may be
-        removed meanwhile; of a state that is lent they are in ``memory``, where they fit. Raises
-        OSError, and ValueError if the state does not match its label."""
-        state, found = read_state(self._state_path(label), memory)
+        removed meanwhile, or copies of a state that is lent. Raises OSError, and ValueError if the
+        state does not match its label."""
+        state, found = read_state(self._state_path(label))
         _require_state_of(label, state, found)
         return state
 
