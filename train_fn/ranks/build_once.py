@@ -167,7 +167,8 @@ def _descriptors() -> Mapping[int, str]:
 
 def _is_mapped(fd: int) -> bool:
     """Return whether a descriptor only holds a file that is mapped into memory for reading, as that
-    of ``numpy.memmap`` does: nobody moves its place."""
+    of ``numpy.memmap`` does: nobody moves its place. numpy has moved it to the end, for the
+    size."""
     try:
         status = os.fstat(fd)
         facts = Path(f"/proc/self/fdinfo/{fd}").read_text()
@@ -178,7 +179,8 @@ def _is_mapped(fd: int) -> bool:
     )
     assert flags is not None and place is not None
     is_read_only = int(flags[1], 8) & os.O_ACCMODE == os.O_RDONLY
-    if not (stat.S_ISREG(status.st_mode) and is_read_only and place[1] == "0"):
+    is_unread = int(place[1]) in (0, status.st_size)
+    if not (stat.S_ISREG(status.st_mode) and is_read_only and is_unread):
         return False
     pattern = re.compile(rf" {status.st_ino} +/")
     return pattern.search(Path("/proc/self/maps").read_text()) is not None
