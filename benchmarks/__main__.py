@@ -30,7 +30,6 @@ ON_REQUEST = {
     "scale": "scale.sweep",
     "scaling": "scaling",
     "sharded": "sharded",
-    "staying": "staying",
 }
 """Take long, or need a GPU, cores, PostgreSQL, or figures to start from; the module of each."""
 

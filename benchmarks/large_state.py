@@ -3,9 +3,8 @@
     python -m benchmarks large_state --mb 4 400 4000 --repeats 3
 
 Two ranks on one node over gloo, without Ray, whose part does not depend on the state's size
-(``benchmarks recovery`` has it). One of them ends itself in the middle of a step. The other keeps
-the state in its process, and insures it meanwhile as a controller would have it do; another process
-takes the dead one's place. With ``--fresh`` both ranks of the next attempt are new processes. Most
+(``benchmarks recovery`` has it). One of them ends itself in the middle of a step. The other lends
+the state to the ranks of the next attempt. With ``--written`` it writes a snapshot. Most
 of the model is frozen, so that a step is as short with a large state as with a small one. With
 ``--trained`` AdamW trains all of it: a third of the state are weights, and the first pass and the
 step exchange as many gradients.
@@ -19,7 +18,6 @@ import gc
 import importlib
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,16 +29,14 @@ import torch
 from benchmarks.heavy_task import HeavyTask
 from benchmarks.report import summary, write
 from everstep.spec.run_spec import RunSpec
-from tests.integration.ranks import Job, ListJournal, make_run_dir, run_ranks
-from tests.integration.staying_ranks import staying_ranks
-from train_fn.loop import attempt, replica, survivor
-from train_fn.snapshots import publisher, store
+from tests.integration.ranks import Job, ListJournal, lending_ranks, make_run_dir, run_ranks
+from train_fn.loop import attempt, build
+from train_fn.snapshots import lending, publisher, store
 
 KILL_STEP, LAST_STEP = 3, 9
 STAGES = {
     "leave": "train_fn.loop.attempt:leave",
-    "describe": "train_fn.loop.survivor:_describe",
-    "insure": "train_fn.snapshots.store:insure",
+    "leave: lend": "train_fn.snapshots.lending:_lend",
     "leave: write": "train_fn.snapshots.publisher:SnapshotStore.write",
     "leave: compare": "train_fn.snapshots.publisher:state_digest",
     "build": "train_fn.loop.training:build_replica",
@@ -70,12 +66,11 @@ class Task(HeavyTask):
 
 def set_up() -> None:
     """Train such a state in this process, and write down when each stage begins and ends."""
-    replica.build_task = lambda spec: Task(*_named(spec.name))  # type: ignore[attr-defined]
+    build.build_task = lambda spec: Task(*_named(spec.name))  # type: ignore[attr-defined]
     # As on a node of several: no rank publishes its state beforehand.
     publisher.snapshots_of = lambda ctx: "survivors"
     out: list[Any] = []
     prepare, asked = attempt.prepare, ListJournal.stop_requested.fget  # type: ignore[attr-defined]
-    keep = survivor.keep
 
     def note(stage: str, began: float) -> None:
         out[-1].write(f"{stage}\t{began}\t{time.time()}\n".encode())
@@ -93,15 +88,15 @@ def set_up() -> None:
         note("asked", time.time())  # the one that dies does so now
         return asked(journal)
 
-    def keep_and_insure(*arguments: Any) -> None:
-        keep(*arguments)
-        threading.Thread(target=store.insure, daemon=True).start()
-
     attempt.prepare = prepare_noting  # type: ignore[attr-defined]
-    survivor.keep = keep_and_insure  # type: ignore[assignment]
     ListJournal.stop_requested = property(asked_noting)  # type: ignore[assignment]
     for stage, place in STAGES.items():
         _time(place, functools.partial(note, stage))
+
+
+def set_up_to_write() -> None:
+    lending.SNAPSHOT_BYTES = 1 << 62
+    set_up()
 
 
 def _time(place: str, note: Callable[[float], None]) -> None:
@@ -150,19 +145,10 @@ def recover(megabytes: int, options: argparse.Namespace, directory: Path) -> dic
         }
     )
     run_dir = make_run_dir(directory, name)
-    in_process = not options.fresh
-    job = functools.partial(
-        Job, run_dir, spec, 2, one_node=True, setup=f"{__name__}:set_up", in_process=in_process
-    )
-    first = job(killed=(1, KILL_STEP))
-    stop_before_saving = job(attempt=2, killed=(1, KILL_STEP + 3))
-    if in_process:
-        with staying_ranks(directory) as ranks:
-            ranks.run(first, "AB")
-            ranks.run(stop_before_saving, "AC")
-    else:
-        run_ranks(first, directory)
-        run_ranks(stop_before_saving, directory)
+    setup = f"{__name__}:{'set_up_to_write' if options.written else 'set_up'}"
+    job = functools.partial(Job, run_dir, spec, 2, one_node=True, setup=setup)
+    with lending_ranks(job(killed=(1, KILL_STEP), lends=True), directory):
+        run_ranks(job(attempt=2, killed=(1, KILL_STEP + 3)), directory)
     snapshot_store = store.node_snapshots(run_dir, "node", 1)
     snapshot_store.remove_all()
     return _seconds(Path(str(run_dir.local_path)))
@@ -181,9 +167,8 @@ def _seconds(run: Path) -> dict[str, float]:
     }
     for stage in STAGES:
         ranks = after
-        if stage.startswith("leave") or stage in ("describe", "insure"):
-            # the survivor's threads may note theirs in its next attempt
-            ranks = [before[0]] if stage in before[0] else [after[0]]
+        if stage.startswith("leave"):
+            ranks = [before[0]]
         times = [rank[stage][0] for rank in ranks if stage in rank]
         if times:
             seconds[stage] = max(end - began for began, end in times)
@@ -225,7 +210,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--mb", type=int, nargs="+", default=[4, 400, 4000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trained", action="store_true")
-    parser.add_argument("--fresh", action="store_true", help="no process serves a second attempt")
+    parser.add_argument("--written", action="store_true", help="the state is not lent")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {"gb_per_s": bandwidth()}
     print("GB/s", results["gb_per_s"], flush=True)

@@ -34,7 +34,6 @@ from train_fn.recovery.hang import find_stuck
 from train_fn.recovery.links import nodes_to_exclude
 from train_fn.recovery.outcome import failure_of
 from train_fn.recovery.sizing import NodeView, choose_nodes
-from train_fn.recovery.staying import kept_steps, ranks_to_insure
 from train_fn.recovery.verdict import judge
 from train_fn.snapshots.election import Offer, elect
 from train_fn.snapshots.store import Label
@@ -79,7 +78,6 @@ def reports(num_ranks: int) -> tuple[RankReport, ...]:
                 node_of(rank),
                 1000 + rank,
                 state_bytes=1 << 20,
-                stays_at=7,
                 error=RankError(
                     rank=rank,
                     kind=ErrorKind.COLLECTIVE,
@@ -89,7 +87,7 @@ def reports(num_ranks: int) -> tuple[RankReport, ...]:
                     at=float(rank),
                     phase="step",
                     step=7,
-                    stays_at=7,
+                    snapshot_step=7,
                 ),
             )
             for rank in range(1, num_ranks)
@@ -151,7 +149,6 @@ def beside_ranks(num_ranks: int) -> Row:
         "decide": timed(
             lambda: decide(judgement, (), RecoverySpec(), no_progress_limit=5, backoff_max_s=60)
         ),
-        "who stays": timed(lambda: (kept_steps(ranks), ranks_to_insure(ranks))),
         "who hangs": timed(lambda: find_stuck(stacks)),
         "choose nodes": timed(
             lambda: choose_nodes(views, held, {"GPU": 1}, num_workers=gpus, strategy="PACK")

@@ -104,12 +104,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[
     return final
 
 
-def deadly_spec(world: int, strikes: list[Strike], *, in_process: bool = False) -> RunSpec:
+def deadly_spec(world: int, strikes: list[Strike]) -> RunSpec:
     spec = make_spec("batch").model_dump(mode="json")
     changes = {
         "train": {**spec["train"], "loader": {"num_workers": int(strikes[0].place == "loader")}},
         "scaling": {"min_workers": world, "max_workers": world},
-        "recovery": {"hang_timeout_s": 4, "in_process": in_process},
+        "recovery": {"hang_timeout_s": 4},
         "tags": {"strikes": " ".join(map(str, strikes))},
     }
     return RunSpec.model_validate({**spec, **changes})
@@ -153,57 +153,25 @@ def test_rank_0_struck_in_every_step_of_what_it_does_to_the_storage(
     assert step >= at_least, f"only {step} steps were found"
 
 
-def test_a_survivor_is_stopped_while_the_next_group_forms(
-    small_cluster: RayCluster, reference: Callable[[int], dict[str, Any]], tmp_path: Path
-) -> None:
-    """Fresh processes go on from the state that it has written by then, or from a checkpoint."""
-    strikes = PLANS["all_reduce"](2, SIGKILL)
-    run = DrivenRun(
-        small_cluster,
-        tmp_path,
-        deadly_spec(2, strikes, in_process=True),
-        module="tests.chaos.deadly_driver",
-    )
-    try:
-        run.start(**PATIENCE)
-        run.wait_for(lambda: run.of(EventKind.FAILURE), "the first death")
-        survivor = run.worker(0)["pid"]
-        os.kill(survivor, SIGSTOP)
-        assert run.wait_for_end() == 0, run.describe()
-        blamed = [
-            (each.data["verdict"], each.data["first_rank"]) for each in run.of(EventKind.FAILURE)
-        ]
-        assert blamed[0] == ("worker_lost", 1) and set(blamed[1:]) <= {("hang", 0)}
-        assert len(blamed) + len(run.of(EventKind.FELL_BACK)) == 2, run.describe()
-        assert not psutil.pid_exists(survivor), "it holds what its successor needs"
-        assert_same(final_state(run.run_dir), reference(2))
-    finally:
-        run.stop()
-
-
 @pytest.mark.parametrize("how", [SIGKILL, SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("phase", [*PLANS, "rendezvous"])
-@pytest.mark.parametrize("in_process", [False, True], ids=["fresh", "stay"])
 def test_a_rank_struck_in_any_phase(
     phase: str,
     world: int,
     how: Signals,
-    in_process: bool,
     cluster: RayCluster,
     reference: Callable[[int], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    run = strike_and_check(
-        phase, world, how, cluster, reference(world), tmp_path, in_process=in_process
-    )
-    if in_process and phase in ("all_reduce", "commit", "evaluation", "checkpoint"):
-        assert [event.data["rung"] for event in run.of(EventKind.RECOVERED)] == ["in_process"]
+    run = strike_and_check(phase, world, how, cluster, reference(world), tmp_path)
+    if phase in ("all_reduce", "commit", "evaluation", "checkpoint"):
+        assert [event.data["rung"] for event in run.of(EventKind.RECOVERED)] == ["snapshot"]
         [before, after] = [
             {worker["pid"] for worker in event.data["workers"]}
             for event in run.of(EventKind.ATTEMPT_STARTED)
         ]
-        assert len(before & after) == world - 1, "all but the struck one"
+        assert not before & after, "no process trains in two attempts"
 
 
 def strike_and_check(
@@ -213,8 +181,6 @@ def strike_and_check(
     cluster: RayCluster,
     expected_state: dict[str, Any],
     directory: Path,
-    *,
-    in_process: bool = False,
 ) -> DrivenRun:
     """Train on ``cluster``, strike a rank in ``phase``, and hold the run against one that nothing
     happened to."""
@@ -224,7 +190,7 @@ def strike_and_check(
     run = DrivenRun(
         cluster,
         directory,
-        deadly_spec(world, strikes, in_process=in_process),
+        deadly_spec(world, strikes),
         module="tests.chaos.deadly_driver",
     )
     try:
@@ -242,10 +208,7 @@ def strike_and_check(
         # of two at once nobody survives a group of two
         somebody_survives = phase != "two_at_once" or world > 2 or how is SIGSTOP
         blamed = _blamed(phase, world, how)
-        falls_back = in_process and phase == "recovery" and how is SIGSTOP
-        # A start that hangs in a survivor's process is nobody's fault.
-        _check(run, blamed[:1] if falls_back else blamed, expect_recovery=somebody_survives)
-        assert len(run.of(EventKind.FELL_BACK)) == falls_back, run.describe()
+        _check(run, blamed, expect_recovery=somebody_survives)
         assert_same(final_state(run.run_dir), expected_state)
         return run
     finally:

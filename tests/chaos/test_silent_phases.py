@@ -23,17 +23,16 @@ __all__ = ["reference"]
 pytestmark = pytest.mark.timeout(400)
 
 SHORT = [
-    ("all_reduce", 2, SIGSTOP, False),
-    ("recovery", 2, SIGKILL, True),
+    ("all_reduce", 2, SIGSTOP),
+    ("recovery", 2, SIGKILL),
 ]
-"""Phase, number of ranks, signal, and whether survivors stay in their processes."""
+"""Phase, number of ranks, and signal."""
 LONG = [
     plan
     for phase in (*PLANS, "rendezvous")
     for world in (2, 3)
     for how in (SIGKILL, SIGSTOP)
-    for stays in (False, True)
-    if (plan := (phase, world, how, stays)) not in SHORT
+    if (plan := (phase, world, how)) not in SHORT
 ]
 
 
@@ -55,18 +54,14 @@ def hanging_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayClu
 @pytest.mark.chaos
 @pytest.mark.parametrize("how", [SIGKILL, SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stays", [False, True], ids=["fresh", "stay"])
 def test_no_step_is_lost_where_an_abort_never_ends(
     world: int,
     how: Signals,
-    stays: bool,
     hanging_cluster: RayCluster,
     reference: Callable[[int], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    run = strike_and_check(
-        "all_reduce", world, how, hanging_cluster, reference(world), tmp_path, in_process=stays
-    )
+    run = strike_and_check("all_reduce", world, how, hanging_cluster, reference(world), tmp_path)
     for event in run.of(EventKind.RECOVERED):
         assert event.data["phases"]["leave"] < 15, "the hold was not waited for to its end"
 
@@ -91,11 +86,11 @@ def test_an_error_of_the_device_is_the_hardwares_and_costs_no_step(
 
 
 @pytest.mark.parametrize(
-    ("phase", "world", "how", "stays"),
+    ("phase", "world", "how"),
     [
         pytest.param(
             *plan,
-            id=f"{plan[0]}-{plan[1]}-{plan[2].name}-{'stay' if plan[3] else 'fresh'}",
+            id=f"{plan[0]}-{plan[1]}-{plan[2].name}",
             marks=marks,
         )
         for plans, marks in ((SHORT, ()), (LONG, pytest.mark.chaos))
@@ -106,11 +101,10 @@ def test_a_rank_struck_among_silent_peers(
     phase: str,
     world: int,
     how: Signals,
-    stays: bool,
     cluster: RayCluster,
     reference: Callable[[int], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    run = strike_and_check(phase, world, how, cluster, reference(world), tmp_path, in_process=stays)
+    run = strike_and_check(phase, world, how, cluster, reference(world), tmp_path)
     backends = {event.data["backend"] for event in run.of(EventKind.TRAINING_STARTED)}
     assert backends == {"silent"}

@@ -12,7 +12,7 @@ from storage.run_dir import CheckpointName
 from tests.hosts.compose_file import is_possible
 from tests.hosts.deployment import Deployment
 from tests.hosts.network import apart, deaf
-from tests.hosts.trial import IN_PROCESS, NUM_WORKERS, Trial, host_of
+from tests.hosts.trial import NUM_WORKERS, Trial, host_of
 from tests.support.service_process import ASK_S, wait_for
 
 pytestmark = [
@@ -164,7 +164,7 @@ def test_rank_0_of_three_is_cut_off_from_the_head(
         assert owners.trial.run.world_size == NUM_WORKERS - 1
         assert owners.late_checkpoints() == []
     assert owners.restored is not None
-    assert owners.restored.data["source"] == ("process" if IN_PROCESS else "snapshot")
+    assert owners.restored.data["source"] == "snapshot"
     owners.check()
     assert owners.trial.run.steps_lost == 0
     first = owners.trial.run.failures()[0]

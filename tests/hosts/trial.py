@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,8 +18,6 @@ from tests.support.service_process import ASK_S, wait_for
 
 NUM_WORKERS = 3
 """Worker hosts, and ranks of a run that uses all of them."""
-IN_PROCESS = os.environ.get("IN_PROCESS") != "0"
-"""Whether survivors stay in their processes. ``IN_PROCESS=0 make hosts`` tries it without."""
 
 
 def spec(
@@ -37,7 +34,6 @@ def spec(
         "scaling": {"min_workers": 1, "max_workers": ranks},
         "checkpoint": {"every_steps": 50},
         **(changes or {}),
-        "recovery": {"in_process": IN_PROCESS, **(changes or {}).get("recovery", {})},
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.integration.trainees import Lines, Regression
-from train_fn.loop import replica
+from train_fn.loop import build
 
 
 class Adapted(nn.Module):
@@ -41,4 +41,4 @@ class LoRA(Regression):
 
 
 def adapted_task() -> None:
-    replica.build_task = lambda spec: LoRA()
+    build.build_task = lambda spec: LoRA()

@@ -13,7 +13,7 @@ from everstep.wire.drills import DrillKind
 from tests.integration.trainees import Regression
 from train_fn.checks import audit
 from train_fn.checks.audit import BitFlips
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.step.fingerprints import Computed, PassRecord
 
 FAULTY_RANK, FAULTY_FROM = 1, 4
@@ -37,7 +37,7 @@ class Moving(Regression):
 
 
 def moving() -> None:
-    replica.build_task = lambda spec: Moving()
+    build.build_task = lambda spec: Moving()
 
 
 def faulty_rank() -> None:
@@ -93,7 +93,7 @@ class Counting(Moving):
 
 
 def counting() -> None:
-    replica.build_task = lambda spec: Counting()
+    build.build_task = lambda spec: Counting()
 
 
 _HIDDEN = torch.Generator().manual_seed(5)
@@ -108,4 +108,4 @@ class Drawing(Moving):
 
 
 def drawing() -> None:
-    replica.build_task = lambda spec: Drawing()
+    build.build_task = lambda spec: Drawing()

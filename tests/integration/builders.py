@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from tests.integration.trainees import NUM_SAMPLES, Lines, Regression
-from train_fn.loop import replica
+from train_fn.loop import build
 
 
 def rank() -> int:
@@ -26,7 +26,7 @@ def begin_with(task: type[Regression]) -> None:
     random.seed(os.urandom(8))
     np.random.seed()
     torch.seed()
-    replica.build_task = lambda spec: task()
+    build.build_task = lambda spec: task()
 
 
 class OwnSplit(Regression):

@@ -14,7 +14,7 @@ from tests.integration import moving_buffers, trainees
 from tests.integration.model_kinds import clip_task
 from train_fn.elastic import exchange
 from train_fn.elastic.message import CollectiveSlices, MessageSlices
-from train_fn.loop import first_pass, replica
+from train_fn.loop import build, first_pass
 from train_fn.state.sound_state import Numerics
 
 KILLED_RANK, KILLED_STEP = 1, 3
@@ -95,7 +95,7 @@ class MeasuredTask(moving_buffers.MovingTask):
 
 def measured_task() -> None:
     by_slices()
-    replica.build_task = lambda spec: MeasuredTask()
+    build.build_task = lambda spec: MeasuredTask()
 
 
 def exchanging_model() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from tests.integration.trainees import Lines, Regression, publishing_once
 from train_fn.context import WorkerContext
-from train_fn.loop import replica, training
+from train_fn.loop import build, training
 from train_fn.loop.evaluate import MIN_MICRO_BATCH
 from train_fn.loop.replica import Replica
 from train_fn.session import report
@@ -48,7 +48,7 @@ class UnevenMetrics(Regression):
 
 
 def uneven_metrics() -> None:
-    replica.build_task = lambda spec: UnevenMetrics()
+    build.build_task = lambda spec: UnevenMetrics()
 
 
 class CountingNorm(nn.Module):
@@ -115,7 +115,7 @@ class Disturbing(Regression):
 
 
 def disturbing() -> None:
-    replica.build_task = lambda spec: Disturbing()
+    build.build_task = lambda spec: Disturbing()
 
 
 def disturbing_without_a_try() -> None:
@@ -132,7 +132,7 @@ class BrokenMetrics(Regression):
 
 
 def broken_metrics() -> None:
-    replica.build_task = lambda spec: BrokenMetrics()
+    build.build_task = lambda spec: BrokenMetrics()
 
 
 class Deadly(UnevenMetrics):
@@ -162,7 +162,7 @@ def deadly_metrics() -> None:
             assert self._lock.wait_for(lambda: self._waiting is None and not self._writing, 60)
 
     Publisher.keep = keep_and_wait  # type: ignore[method-assign]
-    replica.build_task = lambda spec: Deadly()
+    build.build_task = lambda spec: Deadly()
 
 
 SECOND_RANK_S, HOOK_S = 0.3, 1000.0
@@ -191,4 +191,4 @@ class SlowHook(Regression):
 
 def slow_hook() -> None:
     report.time = Shifted  # type: ignore[assignment]
-    replica.build_task = lambda spec: SlowHook()
+    build.build_task = lambda spec: SlowHook()

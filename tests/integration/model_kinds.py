@@ -17,7 +17,7 @@ from tests.integration.moving_buffers import (
     SPEC,
     Rows,
 )
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.samples.sampler import Sampler, key
 
 
@@ -69,11 +69,11 @@ class ClipTask(LazyTask):
 
 
 def lazy_task() -> None:
-    replica.build_task = lambda spec: LazyTask()
+    build.build_task = lambda spec: LazyTask()
 
 
 def clip_task() -> None:
-    replica.build_task = lambda spec: ClipTask()
+    build.build_task = lambda spec: ClipTask()
 
 
 def plain_lazy_run() -> dict[int, float]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from everstep.spec.run_spec import RunSpec
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.samples.sampler import Sampler
 
 NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 90, 28, 6, 8
@@ -154,7 +154,7 @@ class MovingTask:
 
 
 def moving_task() -> None:
-    replica.build_task = lambda spec: MovingTask()
+    build.build_task = lambda spec: MovingTask()
 
 
 FIRST = ("queue.samples", "queue.pointer", "late.steps", "teacher.weight", "teacher.bias")

@@ -22,7 +22,7 @@ from everstep.spec.run_spec import RunSpec
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.moving_buffers import SPEC as BASE
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.samples.sampler import Sampler, key
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_STEPS = 53, 12, 11
@@ -155,7 +155,7 @@ def __getattr__(name: str) -> Callable[[], None]:
         raise AttributeError(name)
 
     def setup() -> None:
-        replica.build_task = lambda spec: TASKS[task]()
+        build.build_task = lambda spec: TASKS[task]()
         if killed:
             rank, update, place = killed.split("_")
             _die_at(int(rank), int(update), place)

@@ -11,7 +11,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -78,9 +78,10 @@ class Job:
     """(kind, rank, steps done): every rank hears then of a drill that flips a bit in that rank."""
     setup: str | None = None
     """``module:function`` called in every rank before training, to change what the run trains."""
-    in_process: bool = False
-    """Ranks that merely lose a peer keep what they train in their processes, and so do ranks that
-    are ``stopped``: another group follows."""
+    hands_over: bool = False
+    """Ranks that are ``stopped`` leave their states on their nodes: another group follows."""
+    lends: bool = False
+    """Whether processes live on after the attempt (``lending_ranks``)."""
     silent: SilentOptions | None = None
     """Collectives fail as NCCL's do; ranks are let go once one of them has died, or raised."""
     device: str = "cpu"
@@ -199,21 +200,26 @@ def make_run_dir(tmp_path: Path, name: str = "run_test") -> RunDir:
     return RunDir(open_storage(str(tmp_path / "storage")), run_id_for(tmp_path, name))
 
 
-def run_ranks(
-    job: Job, tmp_path: Path, meanwhile: Callable[[list[Any]], None] = lambda ranks: None
-) -> list[Outcome]:
-    """Run an attempt to its end, whatever that is. Every rank is a process of its own;
-    ``meanwhile`` is given these."""
+def _processes(job: Job, tmp_path: Path) -> tuple[Path, list[Any]]:
+    """Return a directory for an attempt's outcomes, and its processes, which are to be started."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["train_fn.loop.attempt", "torch._dynamo", "tests.integration.ranks"]
     )
     base = tmp_path / f"{job.run_dir.run_id}-s{job.submission}-a{job.attempt}-{time.monotonic_ns()}"
     base.mkdir(parents=True)
-    processes = [
+    return base, [
         context.Process(target=_rank_main, args=(job, rank, str(base)))
         for rank in range(job.world_size)
     ]
+
+
+def run_ranks(
+    job: Job, tmp_path: Path, meanwhile: Callable[[list[Any]], None] = lambda ranks: None
+) -> list[Outcome]:
+    """Run an attempt to its end, whatever that is. Every rank is a process of its own;
+    ``meanwhile`` is given these."""
+    base, processes = _processes(job, tmp_path)
 
     def watch(processes: list[Any]) -> None:
         if job.hangs_without_peers:
@@ -225,6 +231,27 @@ def run_ranks(
         _outcome(base / f"{rank}.pickle", process.exitcode)
         for rank, process in enumerate(processes)
     ]
+
+
+@contextlib.contextmanager
+def lending_ranks(job: Job, tmp_path: Path) -> Iterator[list[Outcome]]:
+    """Run an attempt to its end. Its processes live on inside, so that the next one can read what
+    they lend."""
+    base, processes = _processes(job, tmp_path)
+    for process in processes:
+        process.start()
+    try:
+        ended = [base / f"{rank}.pickle" for rank in range(job.world_size)]
+        for path, process in zip(ended, processes, strict=True):
+            wait_for(lambda path=path, process=process: path.exists() or process.exitcode, 120, "")
+        yield [
+            _outcome(path, None if path.exists() else process.exitcode)
+            for path, process in zip(ended, processes, strict=True)
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def train_to_end(job: Job, tmp_path: Path) -> Outcome:
@@ -273,7 +300,11 @@ def dead(path: Path, exit_code: int | None) -> Outcome:
 def _rank_main(job: Job, rank: int, base: str) -> None:
     prepare_process(job)
     outcome = run_attempt(job, rank, base)
-    Path(base, f"{rank}.pickle").write_bytes(pickle.dumps(outcome))
+    draft = Path(base, f"{rank}.draft")
+    draft.write_bytes(pickle.dumps(outcome))
+    draft.replace(Path(base, f"{rank}.pickle"))
+    if job.lends:
+        threading.Event().wait(600)
 
 
 def prepare_process(job: Job) -> None:
@@ -367,8 +398,7 @@ def context_of(job: Job, rank: int, journal: ListJournal, outcome: Outcome) -> W
         report_checkpoint=lambda name, metrics: outcome.reported.append(name),
         profile_ordered=lambda: job.profiled,
         is_abandoned=journal.is_abandoned,
-        in_process=job.in_process,
-        hands_over=lambda: job.in_process and job.stopped is not None,
+        hands_over=lambda: job.hands_over and job.stopped is not None,
         flip_ordered=journal.flip_ordered,
     )
 
@@ -417,14 +447,6 @@ def _die_at(job: Job, rank: int, journal: ListJournal) -> None:
         die_while_sending(job.killed[1], journal.die)
     if job.place == "moving":
         die_while_moving(journal.die)
-
-
-def build_ahead_of(job: Job) -> None:
-    """Build in this process what a rank of the job trains, before it has a rank."""
-    from train_fn.loop.survivor import build_ahead
-
-    outcome = Outcome(exit_code=None)
-    build_ahead(context_of(job, 0, ListJournal(job, 0, outcome), outcome))
 
 
 def _follow_restores(journal: ListJournal) -> None:

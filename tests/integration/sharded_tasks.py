@@ -14,7 +14,7 @@ from torch import nn
 
 from everstep.spec.run_spec import RunSpec
 from tests.integration.trainees import Lines, Regression
-from train_fn.loop import replica
+from train_fn.loop import build
 
 NUM_SAMPLES, VALIDATION = 90, 300
 """Of 300 validation samples there are three micro-batches, so not all of two ranks' are alike."""
@@ -63,7 +63,7 @@ class LeavingApart(Sharded):
 
 
 def leaving_apart() -> None:
-    replica.build_task = lambda spec: LeavingApart()
+    build.build_task = lambda spec: LeavingApart()
 
 
 class Alone(Sharded):
@@ -92,15 +92,15 @@ class GatheringAnother(Sharded):
 
 
 def gathering_another() -> None:
-    replica.build_task = lambda spec: GatheringAnother()
+    build.build_task = lambda spec: GatheringAnother()
 
 
 def calling_alone() -> None:
-    replica.build_task = lambda spec: Alone(lambda model: model(torch.zeros(2, 4)))
+    build.build_task = lambda spec: Alone(lambda model: model(torch.zeros(2, 4)))
 
 
 def gathering_alone() -> None:
-    replica.build_task = lambda spec: Alone(lambda model: next(model.parameters()).full_tensor())
+    build.build_task = lambda spec: Alone(lambda model: next(model.parameters()).full_tensor())
 
 
 class Layers(nn.Module):
@@ -152,15 +152,15 @@ class OnceMore(Skipping):
 
 
 def once_more() -> None:
-    replica.build_task = lambda spec: OnceMore(0)
+    build.build_task = lambda spec: OnceMore(0)
 
 
 def once_more_at_step_1() -> None:
-    replica.build_task = lambda spec: OnceMore(1)
+    build.build_task = lambda spec: OnceMore(1)
 
 
 def once_more_to_evaluate() -> None:
-    replica.build_task = lambda spec: OnceMore(0, trains=False)
+    build.build_task = lambda spec: OnceMore(0, trains=False)
 
 
 class Hidden:
@@ -251,23 +251,23 @@ class ScalingByRows(Sharded):
 
 
 def hiding() -> None:
-    replica.build_task = lambda spec: Hiding()
+    build.build_task = lambda spec: Hiding()
 
 
 def routing() -> None:
-    replica.build_task = lambda spec: Routing()
+    build.build_task = lambda spec: Routing()
 
 
 def keeping() -> None:
-    replica.build_task = lambda spec: Keeping()
+    build.build_task = lambda spec: Keeping()
 
 
 def penalising() -> None:
-    replica.build_task = lambda spec: Penalising()
+    build.build_task = lambda spec: Penalising()
 
 
 def scaling_by_rows() -> None:
-    replica.build_task = lambda spec: ScalingByRows()
+    build.build_task = lambda spec: ScalingByRows()
 
 
 def gallery() -> None:
@@ -275,11 +275,11 @@ def gallery() -> None:
     folder = Path(__file__).parents[2] / "examples" / "gallery"
     sys.path.insert(0, str(folder))
     task = runpy.run_path(str(folder / "sharded_gpt.py"))["ShardedGpt"]
-    replica.build_task = lambda spec: task(layers=2)
+    build.build_task = lambda spec: task(layers=2)
 
 
 def sharded() -> None:
-    replica.build_task = lambda spec: Sharded()
+    build.build_task = lambda spec: Sharded()
 
 
 class Still(Sharded):
@@ -292,27 +292,11 @@ class Still(Sharded):
 
 
 def still() -> None:
-    replica.build_task = lambda spec: Still()
-
-
-_num_built = 0
-
-
-class Counting(Sharded):
-    """Counts the models that the process has built."""
-
-    def build_model(self) -> nn.Module:
-        global _num_built
-        _num_built += 1
-        return super().build_model()
-
-
-def counting() -> None:
-    replica.build_task = lambda spec: Counting()
+    build.build_task = lambda spec: Still()
 
 
 def skipping() -> None:
-    replica.build_task = lambda spec: Skipping()
+    build.build_task = lambda spec: Skipping()
 
 
 def by_size() -> None:
@@ -320,7 +304,7 @@ def by_size() -> None:
         shard_modules: Callable[..., Any] = None  # type: ignore[assignment]
 
     del BySize.shard_modules
-    replica.build_task = lambda spec: BySize()
+    build.build_task = lambda spec: BySize()
 
 
 def spec(**train: Any) -> RunSpec:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.integration.moving_buffers import GLOBAL_BATCH, MICRO_BATCH, NUM_SAMPLES, SPEC, Rows
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.samples.sampler import Sampler, key
 
 
@@ -42,7 +42,7 @@ class Annealed:
 
 
 def annealed_task() -> None:
-    replica.build_task = lambda spec: Annealed()
+    build.build_task = lambda spec: Annealed()
 
 
 def plain_losses(num_steps: int) -> list[float]:

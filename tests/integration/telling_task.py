@@ -18,7 +18,7 @@ from tests.integration.moving_buffers import (
     SPEC,
     Rows,
 )
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.samples.sampler import Sampler, key
 
 CLIP = 0.4
@@ -104,11 +104,11 @@ class Partial(Telling):
 
 
 def telling_task() -> None:
-    replica.build_task = lambda spec: Telling()
+    build.build_task = lambda spec: Telling()
 
 
 def partial_task() -> None:
-    replica.build_task = lambda spec: Partial()
+    build.build_task = lambda spec: Partial()
 
 
 def plain_run() -> tuple[dict[int, float], nn.Module]:

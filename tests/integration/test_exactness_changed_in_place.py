@@ -17,7 +17,7 @@ from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_hostile import HalvedCopies, Rows
 from tests.integration.test_exactness_small_batches import small_spec
 from tests.support.two_groups import only_in_chaos
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.step.precision import BITWISE_WHERE_POSSIBLE, FLOAT_TOLERANCE
 
 HERE = "tests.integration.test_exactness_changed_in_place"
@@ -121,7 +121,7 @@ class Long(Short):
 
 
 def _use(task: type[Task]) -> None:
-    replica.build_task = lambda spec: task()
+    build.build_task = lambda spec: task()
 
 
 def shrinks_in_metrics() -> None:

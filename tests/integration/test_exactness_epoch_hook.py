@@ -15,7 +15,7 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_changed_in_place import Task
 from tests.integration.test_exactness_small_batches import small_spec
 from tests.support.two_groups import only_in_chaos
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.commit import TORN
 from train_fn.recovery.evidence import StepFailed
 
@@ -57,7 +57,7 @@ class DiesReporting(Reports):
 
 
 def _use(task: type[Task]) -> None:
-    replica.build_task = lambda spec: task()
+    build.build_task = lambda spec: task()
 
 
 def shrinks() -> None:

@@ -18,7 +18,7 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_small_batches import small_spec
 from tests.support.two_groups import only_in_chaos
-from train_fn.loop import replica
+from train_fn.loop import build
 
 HERE = "tests.integration.test_exactness_hostile"
 NUM_SAMPLES = 32
@@ -114,31 +114,31 @@ class Doubles(Halved):
 
 
 def zeroing() -> None:
-    replica.build_task = lambda spec: Zeroing()
+    build.build_task = lambda spec: Zeroing()
 
 
 def zeroing_to_none() -> None:
-    replica.build_task = lambda spec: ZeroingToNone()
+    build.build_task = lambda spec: ZeroingToNone()
 
 
 def replaced() -> None:
-    replica.build_task = lambda spec: Replaced()
+    build.build_task = lambda spec: Replaced()
 
 
 def doubles() -> None:
-    replica.build_task = lambda spec: Doubles()
+    build.build_task = lambda spec: Doubles()
 
 
 def halved() -> None:
-    replica.build_task = lambda spec: Halved()
+    build.build_task = lambda spec: Halved()
 
 
 def halved_copies() -> None:
-    replica.build_task = lambda spec: HalvedCopies()
+    build.build_task = lambda spec: HalvedCopies()
 
 
 def clipped() -> None:
-    replica.build_task = lambda spec: Clipped()
+    build.build_task = lambda spec: Clipped()
 
 
 @pytest.mark.parametrize("world_size", [2, *only_in_chaos(1, 3)])

@@ -17,7 +17,7 @@ from tests.integration.test_exactness import make_spec
 from tests.integration.test_exactness_failures import errors_of
 from tests.support.small_batches import Normed, Spoilt
 from tests.support.two_groups import only_in_chaos
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.recovery.evidence import ErrorKind
 from train_fn.samples.sampler import Sampler
 
@@ -47,11 +47,11 @@ def values() -> list[float]:
 
 
 def normed() -> None:
-    replica.build_task = lambda spec: Normed(25)
+    build.build_task = lambda spec: Normed(25)
 
 
 def spoilt() -> None:
-    replica.build_task = lambda spec: Spoilt(values(), HELD_OUT)
+    build.build_task = lambda spec: Spoilt(values(), HELD_OUT)
 
 
 def small_spec(global_batch: int, micro_batch: int, **changes: Any) -> RunSpec:

@@ -18,7 +18,7 @@ from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_hostile import Rows
 from tests.integration.test_exactness_small_batches import LR, small_spec
 from tests.support.two_groups import only_in_chaos
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.samples.sampler import Sampler
 
 HERE = "tests.integration.test_exactness_torch_features"
@@ -212,7 +212,7 @@ TASKS = {
 
 def _setup(task: type[Plain]) -> Any:
     def use() -> None:
-        replica.build_task = lambda spec: task()
+        build.build_task = lambda spec: task()
 
     return use
 

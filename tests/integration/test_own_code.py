@@ -134,7 +134,7 @@ def test_a_task_whose_model_is_sharded_loses_no_reported_step(
     os.kill(run.worker(1)["pid"], signal.SIGKILL)
     require_whole(run)
     assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["worker_lost"]
-    assert run.last(EventKind.RECOVERED).data["rung"] == "in_process"
+    assert run.last(EventKind.RECOVERED).data["rung"] == "snapshot"
 
 
 @pytest.mark.parametrize(("sharding", "num_ranks"), [("full", 2), ("hybrid", 4)])

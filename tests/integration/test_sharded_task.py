@@ -8,8 +8,6 @@ import random
 import re
 import shutil
 import signal
-import string
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -28,7 +26,6 @@ from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, Place, make_run_dir, run_ranks, train_to_end
 from tests.integration.sharded_tasks import Net, spec
-from tests.integration.staying_ranks import staying_ranks
 from tests.integration.test_exactness import merged_losses
 from tests.support.rank_processes import PLACES, Death, end_stopped, plan_of
 from tests.support.two_groups import only_in_chaos
@@ -254,53 +251,16 @@ def test_other_settings_are_equal_after_a_death(
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
 
 
-def stay_of(outcomes: list[Outcome]) -> list[int | None]:
-    """Return at which step each rank stayed in its process; None also for a dead one."""
-    errors = [each.error for each in outcomes]
-    return [each.error.stays_at if isinstance(each, StepFailed) else None for each in errors]
-
-
-def test_survivors_keep_their_processes_and_no_bit_shows_it(
-    tmp_path: Path, twin: tuple[Job, Outcome]
-) -> None:
-    """A node dies, then a rank in a process that has stayed already; new ranks take their
-    places."""
-    job = replace(job_of(tmp_path, "staying"), in_process=True)
-    with staying_ranks(tmp_path) as ranks:
-        first = ranks.run(replace(job, killed=(0, 6)), "ABC")
-        assert stay_of(first)[0] is None and all(stay_of(first)[1:])
-        lose(job, "a")
-        nodes = ("b", "b", "new")
-        second = ranks.run(replace(job, attempt=2, nodes=nodes, killed=(1, 9)), "BCD")
-        assert stay_of(second)[1] is None and all(stay_of(second)[::2])
-        last = ranks.run(replace(job, attempt=3, nodes=("b", "new", "b")), "BDE")
-    assert all(each.error is None for each in last)
-    assert [restored(each[0])["source"] for each in (second, last)] == ["snapshot"] * 2
-    require_like(twin, job, *first, second[0], second[2], last[0])
-
-
 def test_ranks_that_make_room_for_another_size_save_a_checkpoint(
     tmp_path: Path, twin: tuple[Job, Outcome]
 ) -> None:
     """The nodes of a smaller group would lack pieces."""
-    job = replace(job_of(tmp_path, "sizes"), in_process=True)
+    job = replace(job_of(tmp_path, "sizes"), hands_over=True)
     first = train_to_end(replace(job, stopped=("pause", 4)), tmp_path)
     assert first.stop == "pause"
     last = train_to_end(replace(job, nodes=("c",), world_size=1, attempt=2), tmp_path)
     assert (restored(last)["source"], restored(last)["step"]) == ("checkpoint", 5)
     require_like(twin, job, first, last, exactly=False)
-
-
-def test_a_task_that_builds_something_else_the_second_time_gets_fresh_processes(
-    tmp_path: Path,
-) -> None:
-    job = replace(job_of(tmp_path, "counts"), in_process=True, setup=f"{TASKS}:counting")
-    with staying_ranks(tmp_path) as ranks:
-        first = ranks.run(replace(job, killed=(2, 2)), "ABC")
-        assert all(stay_of(first)[:2])
-        for outcome in ranks.run(replace(job, attempt=2), "ABD")[:2]:
-            assert isinstance(outcome.error, StepFailed)
-            assert "builds a second time changes" in outcome.error.error.message
 
 
 @pytest.mark.parametrize(
@@ -480,28 +440,6 @@ def test_other_shardings_go_on_at_other_sizes(
     require_pieces(job.run_dir, 3)
 
 
-@pytest.mark.parametrize("sharding", ["hybrid", pytest.param("optimizer", marks=pytest.mark.chaos)])
-def test_survivors_of_other_shardings_keep_their_processes(
-    sharding: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """One of a node's ranks dies, then the other node."""
-    twin = request.getfixturevalue("hybrid_twin" if sharding == "hybrid" else "optimizer_twin")
-    job = replace(other_job(tmp_path, "staying", sharding), in_process=True)
-    size = job.world_size
-    with staying_ranks(tmp_path) as ranks:
-        first = ranks.run(replace(job, killed=(1, 4)), "ABCD"[:size])
-        assert [at is not None for at in stay_of(first)] == [at != 1 for at in range(size)]
-        dead = replace(job, attempt=2, killed=(size - 1, 8), with_it=(size - 2,))
-        second = ranks.run(dead, "AECD"[:size])
-        assert [at is not None for at in stay_of(second)] == [True] * (size - 2) + [False] * 2
-        lose(job, "b")
-        nodes = (*job.nodes[:-2], "new", "new")
-        last = ranks.run(replace(job, attempt=3, nodes=nodes), "AE"[: size - 2] + "FG")
-    assert all(each.error is None for each in last)
-    assert [restored(each[0])["source"] for each in (second, last)] == ["snapshot"] * 2
-    require_like(twin, job, first[0], second[0], last[0])
-
-
 FLIPPED = DrillKind.CORRUPT_WEIGHTS, 2, 6
 
 
@@ -584,7 +522,7 @@ def planned(seed: int, tmp_path: Path) -> tuple[Job, list[Death], tuple[str, ...
     if sharding == "hybrid":
         places.remove("copying")  # replicas send nothing
     deaths, nodes = plan_of(seed, FOUR if sharding == "hybrid" else (), places, epoch=5)
-    job = job_of(tmp_path, "plan", nodes=FOUR, in_process=rng.random() < 0.7)
+    job = job_of(tmp_path, "plan", nodes=FOUR)
     precision = rng.choice(["fp32", "bf16"])
     train = {
         "sharding": sharding,
@@ -607,7 +545,7 @@ def keeps_its_size(deaths: list[Death], nodes: tuple[str, ...]) -> bool:
 def twin_of(directory: Path, seed: int, nodes: tuple[str, ...]) -> tuple[Job, Outcome]:
     directory = directory / f"{seed}"
     job, _, _ = planned(seed, directory)
-    job = replace(job, nodes=nodes, world_size=len(nodes), in_process=False)
+    job = replace(job, nodes=nodes, world_size=len(nodes))
     return job, train_to_end(job, directory)
 
 
@@ -621,40 +559,28 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_deaths_at_random_cost_a_task_no_reported_step(
     seed: int, tmp_path: Path, twins: Path
 ) -> None:
-    """Survivors keep their processes in most plans. At the same size all bits are a twin's."""
+    """At the same size all bits are a twin's."""
     job, deaths, nodes = planned(seed, tmp_path)
     outcomes: list[Outcome] = []
-    letters, alive = iter(string.ascii_letters), defaultdict[str, list[str]](list)
-
-    def names_of(nodes: tuple[str, ...]) -> str:
-        """Return a process for each rank, of its node if one stays there."""
-        return "".join(alive[each].pop(0) if alive[each] else next(letters) for each in nodes)
-
-    with staying_ranks(tmp_path) as ranks:
-        for number, death in enumerate(deaths, 1):
-            job = replace(
-                job,
-                attempt=number,
-                nodes=death.nodes,
-                world_size=len(death.nodes),
-                killed=(death.ranks[0], death.from_step),
-                place=death.place,
-                with_it=death.ranks[1:],
-                by=signal.SIGSTOP if death.is_stopped else signal.SIGKILL,
-            )
-            names = names_of(job.nodes)
-            ended = ranks.run(job, names, lambda ranks, death=death: end_stopped(death, ranks))
-            assert {ended[at].exit_code for at in death.ranks} == {-9}, (death, ended)
-            require_nothing_lost(outcomes, ended, is_first=number == 1)
-            outcomes += ended
-            alive.clear()
-            for name, node, stays_at in zip(names, job.nodes, stay_of(ended), strict=True):
-                if stays_at is not None:
-                    alive[node].append(name)
-            if death.lost is not None:
-                lose(job, death.lost)
-        job = replace(job, attempt=4, nodes=nodes, world_size=len(nodes), killed=None, with_it=())
-        ended = ranks.run(job, names_of(nodes))
+    for number, death in enumerate(deaths, 1):
+        job = replace(
+            job,
+            attempt=number,
+            nodes=death.nodes,
+            world_size=len(death.nodes),
+            killed=(death.ranks[0], death.from_step),
+            place=death.place,
+            with_it=death.ranks[1:],
+            by=signal.SIGSTOP if death.is_stopped else signal.SIGKILL,
+        )
+        ended = run_ranks(job, tmp_path, lambda ranks, death=death: end_stopped(death, ranks))
+        assert {ended[at].exit_code for at in death.ranks} == {-9}, (death, ended)
+        require_nothing_lost(outcomes, ended, is_first=number == 1)
+        outcomes += ended
+        if death.lost is not None:
+            lose(job, death.lost)
+    job = replace(job, attempt=4, nodes=nodes, world_size=len(nodes), killed=None, with_it=())
+    ended = run_ranks(job, tmp_path)
     assert [each.error for each in ended] == [None] * len(nodes)
     require_nothing_lost(outcomes, ended)
     outcomes.append(ended[0])

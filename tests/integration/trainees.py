@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from train_fn.context import WorkerContext
-from train_fn.loop import build, replica
+from train_fn.loop import build
 from train_fn.node.network import take_debug_level
 from train_fn.samples.sampler import Sampler
 from train_fn.step import timing
@@ -103,27 +103,27 @@ class RegressionOverRanks(Regression):
 
 
 def regression_over_ranks() -> None:
-    replica.build_task = lambda spec: RegressionOverRanks()
+    build.build_task = lambda spec: RegressionOverRanks()
 
 
 def regression() -> None:
-    replica.build_task = lambda spec: Regression()
+    build.build_task = lambda spec: Regression()
 
 
 def regression_in_sixteenths() -> None:
-    replica.build_task = lambda spec: Regression(unit=16)
+    build.build_task = lambda spec: Regression(unit=16)
 
 
 def regression_by_means() -> None:
-    replica.build_task = lambda spec: RegressionByMeans()
+    build.build_task = lambda spec: RegressionByMeans()
 
 
 def regression_with_a_nan() -> None:
-    replica.build_task = lambda spec: Regression(nan_index=41)
+    build.build_task = lambda spec: Regression(nan_index=41)
 
 
 def regression_with_a_broken_sample() -> None:
-    replica.build_task = lambda spec: Regression(broken_index=41)
+    build.build_task = lambda spec: Regression(broken_index=41)
 
 
 def overflowing_scaler() -> None:
@@ -225,7 +225,7 @@ class StreamedRegression(Regression):
 
 
 def streamed_regression() -> None:
-    replica.build_task = lambda spec: StreamedRegression()
+    build.build_task = lambda spec: StreamedRegression()
 
 
 class ShorterOnSecondRank(Regression):
@@ -239,7 +239,7 @@ class ShorterOnSecondRank(Regression):
 
 
 def shorter_on_second_rank() -> None:
-    replica.build_task = lambda spec: ShorterOnSecondRank()
+    build.build_task = lambda spec: ShorterOnSecondRank()
 
 
 class SlowSecondRank(Regression):
@@ -255,7 +255,7 @@ class SlowSecondRank(Regression):
 
 def slow_second_rank() -> None:
     timing.WINDOW_S = 0.5
-    replica.build_task = lambda spec: SlowSecondRank()
+    build.build_task = lambda spec: SlowSecondRank()
 
 
 FIRST_KIND = (26, 61, 65, 84, 101, 173, 190, 240)
@@ -306,7 +306,7 @@ class HeadsByKind:
 
 
 def heads_by_kind() -> None:
-    replica.build_task = lambda spec: HeadsByKind()
+    build.build_task = lambda spec: HeadsByKind()
 
 
 class RareHeads(HeadsByKind):
@@ -322,7 +322,7 @@ class RareHeads(HeadsByKind):
 
 
 def rare_heads() -> None:
-    replica.build_task = lambda spec: RareHeads()
+    build.build_task = lambda spec: RareHeads()
 
 
 class TwoHeads(HeadsByKind):
@@ -332,7 +332,7 @@ class TwoHeads(HeadsByKind):
 
 
 def two_heads() -> None:
-    replica.build_task = lambda spec: TwoHeads()
+    build.build_task = lambda spec: TwoHeads()
 
 
 def two_heads_in_detail() -> None:
@@ -354,7 +354,7 @@ class CheckpointedHeads(HeadsByKind):
 
 
 def checkpointed_heads() -> None:
-    replica.build_task = lambda spec: CheckpointedHeads()
+    build.build_task = lambda spec: CheckpointedHeads()
 
 
 def regression_in_many_parts() -> None:

@@ -17,7 +17,7 @@ from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.node import node_dir
 from train_fn.snapshots import store as snapshot
 
@@ -73,7 +73,7 @@ def small_task_alone(shared_memory: Path, offer: Callable[..., None]) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         for module in (snapshot, node_dir):
             patch.setattr(module, "shared_memory_root", lambda: shared_memory)
-        patch.setattr(replica, "build_task", lambda spec: Regression())
+        patch.setattr(build, "build_task", lambda spec: Regression())
         patch.setattr(Saver, "offer", offer)
         yield
 

@@ -12,7 +12,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from train_fn.context import WorkerContext
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
 from train_fn.recovery.evidence import StepFailed
@@ -51,7 +51,7 @@ class TaskRuns:
             after: an earlier submission of the same run, from which it goes on.
             sections: of the spec. ``train`` begins with global batches of 8 in one micro-batch.
         """
-        self._patch.setattr(replica, "build_task", lambda spec: task)
+        self._patch.setattr(build, "build_task", lambda spec: task)
         train = {
             "global_batch_size": 8,
             "micro_batch_size": 8,

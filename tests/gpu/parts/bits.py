@@ -1,9 +1,10 @@
-"""Ranks over NCCL that stay in their processes: elastic exactness from three ranks to one, audits
+"""Ranks over NCCL: elastic exactness from three ranks to one, audits
 and wrong bits on purpose, a compiled model. All ends but that of the
 compiled model equal their undisturbed twins bit by bit."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,9 @@ from tests.gpu.parts.two_ranks import stand_in
 from tests.gpu.verdict import Shown
 from tests.integration import test_audits, test_ranks_apart
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
-from tests.integration.staying_ranks import staying_ranks
-from tests.integration.test_exactness import final_state, make_spec
-from tests.integration.test_exactness_elastic import elastic
+from tests.integration.test_exactness import assert_same, final_state, make_spec
+from tests.integration.test_exactness_elastic import Bits, elastic
 from tests.integration.test_exactness_failures import errors_of
-from tests.integration.test_staying import Run, require_done, restored, stay_of
 from train_fn.step.precision import FLOAT_TOLERANCE
 
 KILLED_AFTER = 7
@@ -37,13 +36,17 @@ def run(device: torch.device, directory: Path) -> Shown:
 def _elastic(device: torch.device, directory: Path) -> str:
     """Kill one of three ranks, then one of two."""
     directory.mkdir()
-    spec, silent = elastic(make_spec("batch", deterministic=True)), stand_in(device)
-    with staying_ranks(directory) as ranks:
-        run = Run(ranks, directory, spec, None, str(device))
-        assert stay_of(run.attempt("ABC", killed=(1, 5), silent=silent)) == [5, None, 5]
-        assert stay_of(run.attempt("AC", killed=(0, 11), silent=silent)) == [None, 11]
-        assert restored(require_done(run.attempt("C", silent=silent))) == ("process", 11)
-        run.require_as_undisturbed(2)
+    spec = elastic(make_spec("batch", deterministic=True))
+    on: dict[str, Any] = {"device": str(device), "silent": stand_in(device)}
+    run_dir, twin = make_run_dir(directory), make_run_dir(directory, "run_twin")
+    first = run_ranks(Job(run_dir, spec, 3, killed=(1, 5), **on), directory)
+    second = run_ranks(Job(run_dir, spec, 2, attempt=2, killed=(0, 11), **on), directory)
+    last = train_to_end(Job(run_dir, spec, 1, attempt=3, **on), directory)
+    assert (restored(second[1]), restored(last)) == (5, 11)
+    whole = train_to_end(Job(twin, spec, 2, **on), directory)
+    found, expected = Bits(run_dir, *first, *second, last), Bits(twin, whole)
+    assert found.losses == expected.losses
+    assert_same(final_state(run_dir), final_state(twin))
     return "three ranks, two, one with elastic exactness: the bits of two undisturbed ranks"
 
 
@@ -90,33 +93,36 @@ def _apart(device: torch.device, directory: Path) -> str:
 
 
 def _compiled(device: torch.device, directory: Path) -> str:
-    """Kill a peer of a rank whose model is compiled, two times. Its bits are not promised, nor that
-    it keeps its process: torch's compiler may have changed that since the first pass."""
+    """Kill a peer of a rank whose model is compiled, two times. Its bits are not promised."""
     directory.mkdir()
     spec = make_spec("batch", deterministic=True, compile=True)
-    with staying_ranks(directory) as ranks:
-        run = Run(ranks, directory, spec, None, str(device))
-        first = run.attempt("AB", killed=(1, KILLED_AFTER))
-        second = run.attempt("AC", killed=(1, 2 * KILLED_AFTER))
-        last = require_done(run.attempt("AD"))
-        from_steps = [restored(each)[1] for each in (second[0], last)]
-        assert from_steps == [KILLED_AFTER, 2 * KILLED_AFTER], f"went on from {from_steps}"
-        twin = make_run_dir(directory, "run_twin")
-        require_done(ranks.run(Job(twin, spec, 2, device=str(device)), "XY"))
+    run_dir, twin = make_run_dir(directory), make_run_dir(directory, "run_twin")
+    job = Job(run_dir, spec, 2, killed=(1, KILLED_AFTER), device=str(device))
+    first = run_ranks(job, directory)
+    second = run_ranks(replace(job, attempt=2, killed=(1, 2 * KILLED_AFTER)), directory)
+    last = train_to_end(replace(job, attempt=3, killed=None), directory)
+    from_steps = [restored(each) for each in (second[0], last)]
+    assert from_steps == [KILLED_AFTER, 2 * KILLED_AFTER], f"went on from {from_steps}"
+    train_to_end(Job(twin, spec, 2, device=str(device)), directory)
     [started] = last.of_kind(EventKind.TRAINING_STARTED)
     assert started["reproducible"] == FLOAT_TOLERANCE, started
-    found, expected = (final_state(each)["model.pt"] for each in (run.run_dir, twin))
+    found, expected = (final_state(each)["model.pt"] for each in (run_dir, twin))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0.05, atol=0.02)
     is_equal = all(torch.equal(found[name], value) for name, value in expected.items())
     times = _times(first[0]) | _times(second[0]) | _times(last)
     gaps = [times[at + 1] - times[at] for at in (KILLED_AFTER, 2 * KILLED_AFTER)]
-    kept = sum(stay_of(each)[0] is not None for each in (first, second))
     bits = "equal bits" if is_equal else "equal within tolerance, not in every bit"
     return (
-        f"a compiled model, its process kept {kept} of 2 times: {gaps[0]:.1f} and {gaps[1]:.1f} s "
+        f"a compiled model: {gaps[0]:.1f} and {gaps[1]:.1f} s "
         f"from the last step before a death to the next one, {bits}"
     )
+
+
+def restored(outcome: Outcome) -> int:
+    """Return the step from which a rank went on."""
+    [data] = outcome.of_kind(EventKind.RESTORED)
+    return int(data["step"])
 
 
 def _times(outcome: Outcome) -> dict[int, float]:

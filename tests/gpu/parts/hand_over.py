@@ -82,6 +82,5 @@ def _spec(*, on_gpu: bool) -> RunSpec:
             "train": {"epochs": 100_000, "global_batch_size": 60, "micro_batch_size": 10},
             "scaling": {"min_workers": 1, "max_workers": 3, "use_gpu": on_gpu},
             "checkpoint": {"every_steps": None},
-            "recovery": {"in_process": True},
         }
     )

@@ -16,7 +16,7 @@ from tests.chaos.deadly_loop import break_device
 from tests.gpu.alone import begin, context_of, run_dir_in
 from tests.gpu.verdict import Shown
 from tests.integration.trainees import Regression
-from train_fn.loop import attempt, replica
+from train_fn.loop import attempt, build
 from train_fn.node.device import with_device_evidence
 from train_fn.recovery.evidence import Evidence, RankReport, StepFailed
 from train_fn.recovery.verdict import judge
@@ -42,7 +42,7 @@ class Breaking(Regression):
 
 def run(device: torch.device, directory: Path) -> Shown:
     task = Breaking(device)
-    replica.build_task = lambda spec: task
+    build.build_task = lambda spec: task
     begin(device)
     try:
         attempt.train(context_of(run_dir_in(directory), device))
@@ -81,7 +81,7 @@ def _go_on(device: torch.device, directory: Path) -> int:
 
 def _next_attempt(device_name: str, directory: str, sender: Any) -> None:
     device = torch.device(device_name)
-    replica.build_task = lambda spec: Regression()
+    build.build_task = lambda spec: Regression()
     begin(device)
     ctx = context_of(run_dir_in(Path(directory)), device, attempt=2)
     assert attempt.train(ctx) is None

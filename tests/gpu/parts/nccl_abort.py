@@ -22,7 +22,7 @@ from tests.gpu.verdict import Shown
 from tests.integration.trainees import Regression
 from tests.support.silent_backend import claim_cpu
 from train_fn.errors import PeersGone
-from train_fn.loop import attempt, replica
+from train_fn.loop import attempt, build
 from train_fn.recovery.evidence import StepFailed
 from train_fn.snapshots.store import snapshot_store
 from train_fn.step import nccl
@@ -87,7 +87,7 @@ def _keep_beside_a_hang(device: torch.device, directory: Path) -> str:
     """Have the loop hang in a step, and abort from another thread."""
     found: dict[str, Any] = {}
     task = Hanging(device)
-    replica.build_task = lambda spec: task
+    build.build_task = lambda spec: task
     begin(device)
     ctx = context_of(run_dir_in(directory), device)
 

@@ -34,7 +34,6 @@ def run(device: torch.device, directory: Path) -> Shown:
             directory / "struck",
             STRIKES,
             device,
-            in_process=True,
             on_cpu="gloo",
             **SHARDED,
         )

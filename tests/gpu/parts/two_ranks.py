@@ -82,7 +82,6 @@ def train(
     strikes: list[Strike],
     device: torch.device,
     *,
-    in_process: bool = False,
     on_cpu: str = "silent",
     **changes: Any,
 ) -> DrivenRun:
@@ -92,7 +91,7 @@ def train(
         on_cpu: what carries collectives where there is no GPU.
         changes: other fields of ``train``.
     """
-    spec = _spec(strikes, device, in_process=in_process, **changes)
+    spec = _spec(strikes, device, **changes)
     run = DrivenRun(cluster, directory, spec, module="tests.chaos.deadly_driver")
     try:
         run.start(**PATIENCE)
@@ -109,10 +108,8 @@ def train(
         run.stop()
 
 
-def _spec(
-    strikes: list[Strike], device: torch.device, *, in_process: bool, **changes: Any
-) -> RunSpec:
-    spec = deadly_spec(2, strikes, in_process=in_process).model_dump(mode="json")
+def _spec(strikes: list[Strike], device: torch.device, **changes: Any) -> RunSpec:
+    spec = deadly_spec(2, strikes).model_dump(mode="json")
     scaling = {**spec["scaling"], "use_gpu": device.type == "cuda"}
     train = {**spec["train"], "deterministic": True, **changes}
     return RunSpec.model_validate({**spec, "scaling": scaling, "train": train})

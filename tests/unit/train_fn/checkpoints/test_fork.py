@@ -24,7 +24,7 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
 
@@ -332,7 +332,7 @@ def refusal(run_dir: RunDir, wanted: RunSpec) -> str:
 def test_a_changed_model_is_refused_with_every_key_and_shape(
     parent: RunDir, child: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "build_task", lambda spec: Wider())
+    monkeypatch.setattr(build, "build_task", lambda spec: Wider())
     message = refusal(child, fork_of(parent))
     assert "only in this run's model: 4.weight (1, 1), 4.bias (1,)" in message
     assert "0.weight is (16, 4) there and (24, 4) here" in message

@@ -20,7 +20,7 @@ from tests.support.one_rank import journal_of, one_rank
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
 from train_fn.snapshots import store as snapshot_module
@@ -53,7 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     root = tmp_path_factory.mktemp("shm")
     for module in (snapshot_module, node_dir):
         monkeypatch.setattr(module, "shared_memory_root", lambda: root)
-    monkeypatch.setattr(replica, "build_task", lambda spec: Normalised())
+    monkeypatch.setattr(build, "build_task", lambda spec: Normalised())
 
 
 def digest_of(state: dict[str, Any]) -> str:

@@ -8,12 +8,27 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.habits import CountingSgd
 from train_fn.checks.attributes import StepperAttributes, steppers_held, steppers_of
 from train_fn.checks.check import Moment
 from train_fn.state.optim import Optimizers
 from train_fn.state.train_state import TrainState
 from train_fn.step.plain_attributes import PlainAttributes
+
+
+class CountingSgd(torch.optim.SGD):
+    """Its step size falls with its own count of calls."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * self.calls**-0.5)
 
 
 class Remembering(CountingSgd):

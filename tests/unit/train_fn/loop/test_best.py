@@ -21,7 +21,7 @@ from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
 from train_fn.loop import attempt as boundary
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.loop.replica import Replica
 from train_fn.recovery.evidence import StepFailed
@@ -98,7 +98,7 @@ def alone(tmp_path: Path, saves: Saves, task: Hooked) -> Iterator[None]:
         saves.offer(saver, due, is_best)
 
     with small_task_alone(tmp_path, offer), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "build_task", lambda spec: task)
+        patch.setattr(build, "build_task", lambda spec: task)
         yield
 
 

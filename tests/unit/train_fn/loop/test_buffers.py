@@ -19,7 +19,7 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
 
@@ -111,7 +111,7 @@ def trained(
     run_dir = RunDir(open_storage(storage), name)
     task = Interrupted()
     with small_task_alone(shared_memory, Saver.offer), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "build_task", lambda spec: task)
+        patch.setattr(build, "build_task", lambda spec: task)
         task.break_at = break_at
         if break_at is not None:
             with pytest.raises(StepFailed):

@@ -18,7 +18,7 @@ from tests.integration.moving_buffers import Rows
 from tests.support.one_rank import one_rank, small_task_alone
 from tests.unit.train_fn.loop.test_buffers import SPEC, model_of
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 
 pytestmark = pytest.mark.own_process
@@ -72,7 +72,7 @@ def test_gradient_checkpointing_moves_statistics_once_a_step(
             Task(checkpointed=checkpointed),
         )
         with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replica, "build_task", lambda spec, task=task: task)
+            patch.setattr(build, "build_task", lambda spec, task=task: task)
             assert train(one_rank(spec, run_dir)) is None
         found.append(model_of(run_dir))
     plain, checkpointed_ = found

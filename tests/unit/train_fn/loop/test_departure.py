@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import attempt, departure, replica, survivor
-from train_fn.loop.attempt import build_ahead, train
+from train_fn.loop import attempt, build, departure, replica
+from train_fn.loop.attempt import train
 from train_fn.node import device as broken_device
 from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
 from train_fn.session import session
-from train_fn.session.report import Reporter, speed_of
+from train_fn.session.report import Reporter
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.tensor_tree import digest
@@ -158,7 +157,7 @@ class BrokenOnce(Regression):
 def test_a_failure_of_the_trial_evaluation_leaves_the_state_that_the_run_begins_with(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "build_task", lambda spec: BrokenOnce())
+    monkeypatch.setattr(build, "build_task", lambda spec: BrokenOnce())
     failed = fail(run_dir, 1)
     assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (
         0,
@@ -184,7 +183,7 @@ def test_a_failure_before_the_state_is_restored_leaves_none(
     )
     assert failed.snapshot_problem == "the rank was between two states"
     with monkeypatch.context() as patch:
-        patch.setattr(replica, "build_task", raising)
+        patch.setattr(build, "build_task", raising)
         failed = fail(run_dir, 2)
     assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (
         None,
@@ -269,7 +268,7 @@ def test_a_failed_rank_lets_its_peers_go_before_anything_that_takes_time(
     calls.follow(session, "end_process_group", "end group", look_at_group)
     calls.follow(Publisher, "close", "close publisher")
     calls.follow(VolatileBuffers, "put_back", "put back")
-    calls.follow(departure, "leave_snapshot", "snapshot", look_at_snapshot)
+    calls.follow(departure, "leave_state", "snapshot", look_at_snapshot)
     calls.follow(StepProfiler, "give_up", "give up profile")
     calls.follow(Reporter, "close", "last reports")
     failed = fail(run_dir, 1)
@@ -327,7 +326,7 @@ def break_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(tree: Any, *_: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(departure, "leave_snapshot", read)
+    monkeypatch.setattr(departure, "leave_state", read)
     break_after_step_3(monkeypatch)
 
 
@@ -359,44 +358,3 @@ def test_nothing_of_a_broken_device_is_freed(
     monkeypatch.setattr(Reporter, "step_done", break_here)
     fail(run_dir, 1)
     assert (ends[0]() is not None) is broken
-
-
-def test_a_model_that_was_built_ahead_is_not_tried_a_second_time(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others wait while a rank that joins counts operations and walks through what it holds."""
-    done: list[str] = []
-    for owner, name in ((replica, "counted_flops"), (survivor, "held_values")):
-        call = getattr(owner, name)
-
-        def counted(*arguments: Any, name: str = name, call: Any = call) -> Any:
-            done.append(name)
-            return call(*arguments)
-
-        monkeypatch.setattr(owner, name, counted)
-    first, second = (replace(one_rank(SPEC, run_dir, attempt=n), in_process=True) for n in (1, 2))
-    build_ahead(first)
-    assert done == ["held_values", "counted_flops", "held_values"]
-    break_after_step_3(monkeypatch)
-    with pytest.raises(StepFailed):
-        train(first)
-    assert done[3:] == ["held_values"], "once, after the first pass"
-    parts = replica.build_replica(second).parts
-    survivor.note_inventory(parts)
-    survivor.note_inventory(parts)
-    assert done[4:] == ["held_values"], "a process holds the values of its first attempt"
-
-
-def test_a_rank_that_joins_takes_over_what_a_peer_has_counted(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gather(self: Peers, value: Any) -> list[Any]:
-        is_asked = isinstance(value, tuple) and value[1:] == (None,)
-        return [value, (value[0], 42.0)] if is_asked else [value]
-
-    monkeypatch.setattr(Peers, "gather", gather)
-    monkeypatch.setattr(replica, "counted_flops", lambda *_: pytest.fail("counted again"))
-    ctx = one_rank(SPEC, run_dir)
-    built = replica.build_replica(ctx)
-    built.join(is_fresh=True)
-    assert speed_of(ctx, built.task, built.parts.flops_per_sample).flops_per_sample == 42.0

@@ -18,7 +18,7 @@ from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import one_rank, small_task_alone
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.state.train_state import TrainState
 from train_fn.step.precision import evaluating, set_modes_for_training
@@ -153,7 +153,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_trains_as_plain_torch_does
     start = {name: value.clone() for name, value in plain.state_dict().items()}
     task.build_model = lambda: plain  # type: ignore[method-assign]
     with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "build_task", lambda spec: task)
+        patch.setattr(build, "build_task", lambda spec: task)
         assert train(one_rank(spec, run_dir)) is None
 
     right = FrozenNorm().build_model()

@@ -41,7 +41,7 @@ def begin(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def begin(task: Any, **train: Any) -> WorkerContext:
-        monkeypatch.setattr(replica, "build_task", lambda spec: task)
+        monkeypatch.setattr(build, "build_task", lambda spec: task)
         raw = {
             "name": "own",
             "task": {

@@ -70,7 +70,7 @@ RESTARTING, RESCHEDULING = RestartingState(ERROR), ReschedulingState(ERROR)
 def test_ranks_that_left_for_a_group_are_waited_for_when_the_driver_dies(
     states: tuple[Any, ...], waits: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their state may live in their processes alone, which end with the controller."""
+    """Their state may be in their memory alone, which their hosts lend as long as they live."""
     controller = EverstepController.__new__(EverstepController)
     controller._state, controller._resizes = states[0], False
     controller._driver = SimpleNamespace(is_leaving=False)  # type: ignore[assignment]
@@ -111,10 +111,11 @@ def test_what_ranks_have_handed_over_is_kept_when_the_driver_dies(
     controller._attempt_log = SimpleNamespace(is_open=is_open, ended=lambda cause: None)
     controller._stopped = None
     controller.worker_group_cls = SimpleNamespace(
-        in_process=True, survivors=SimpleNamespace(end=lambda: None)
+        keeps_hosts=True, hosts=SimpleNamespace(end=lambda: None)
     )
     controller._worker_group = SimpleNamespace(
-        keep_all=lambda apart_from: found.append("states"),
+        keep_hosts=lambda steps: found.append("states"),
+        get_workers=lambda: [],
         shutdown=lambda: None,
     )
     monkeypatch.setattr(EverstepController, "get_state", lambda self: state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,13 +69,14 @@ class Group:
         return GroupShutdown(workers, lambda: nodes, {}).reports_within(20.0, **patience)
 
 
-def leaves_at(end: float, stays_at: int | None = 7, stack: str = BUSY) -> Any:
-    error = StepFailed(describe_error(ConnectionError("gloo closed"), 0))
+def leaves_at(end: float, left: int | None = 7, stack: str = BUSY) -> Any:
+    found = describe_error(ConnectionError("gloo closed"), 0)
+    error = StepFailed(dataclasses.replace(found, snapshot_step=left))
 
     def look(now: float) -> RankEnd:
         if now < end:
             return RankEnd(False, None, stack)
-        return RankEnd(True, error, stays_at=stays_at)
+        return RankEnd(True, error)
 
     return look
 
@@ -83,7 +85,7 @@ def test_the_last_state_is_waited_for_while_its_rank_may_still_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     [report] = Group(monkeypatch, leaves_at(100.0)).reports(patience_s=lambda: 600.0)
-    assert report.stays_at == 7
+    assert report.left_step == 7
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_the_last_state_is_waited_for_while_its_rank_may_still_leave(
         ([leaves_at(100.0)], 0.0, 20.0),  # it is overdue, or the run is to stop
         ([leaves_at(100.0, stack=IN_A_COLLECTIVE)], 600.0, 20.0),  # it cannot leave
         ([leaves_at(100.0), leaves_at(1.0)], 600.0, 4.0),  # another one has left a state
-        ([leaves_at(100.0), leaves_at(1.0, stays_at=None)], 600.0, 100.0),  # which was torn
+        ([leaves_at(100.0), leaves_at(1.0, left=None)], 600.0, 100.0),  # which was torn
     ],
 )
 def test_otherwise_nobody_waits_for_long(
@@ -111,5 +113,5 @@ def test_a_rank_that_does_not_answer_is_looked_for_on_its_node(
     group = Group(monkeypatch, leaves_at(1.0), None)
     group.gone = {("a", 1)} if is_gone else set()
     left, other = group.reports()
-    assert left.stays_at == 7
+    assert left.left_step == 7
     assert (other.died, other.still_running) == (is_gone, not is_gone)

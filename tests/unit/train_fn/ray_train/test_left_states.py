@@ -22,11 +22,11 @@ from train_fn.snapshots.store import Label
         ([122], [123], 122, False, True),  # a survivor may be a step ahead
         ([123], [123], 123, False, False),
         ([124], [], 123, False, False),  # the journal lags behind
-        ([123], [], 123, True, True),  # no process has all pieces
+        ([123], [], 123, True, True),  # no node has all pieces
         ([], [], 0, True, False),  # nothing was trained yet
     ],
 )
-def test_a_state_is_looked_for_elsewhere_if_no_process_of_the_group_keeps_the_newest(
+def test_a_state_is_looked_for_elsewhere_if_no_host_of_the_group_has_the_newest(
     kept: list[int], ending: list[int], done: int, in_pieces: bool, expected: bool
 ) -> None:
     assert may_lie_elsewhere(kept, ending, done, in_pieces=in_pieces) is expected

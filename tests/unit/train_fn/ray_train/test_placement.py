@@ -44,7 +44,7 @@ def test_a_node_that_does_not_give_what_is_free_there_is_not_asked_for_ever(
     )
 
 
-def test_bundles_of_survivors_stay_before_others_of_their_node(
+def test_bundles_of_hosts_stay_before_others_of_their_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Cluster(monkeypatch)

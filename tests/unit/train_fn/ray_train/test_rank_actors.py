@@ -16,13 +16,14 @@ from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.settings import RecoverySettings
 
 
-def actors_with_a_survivor(done: list[Any]) -> RankActors:
-    """Return the actors of a group with a process of an earlier rank, 7 on node a."""
-    survivor: Any = SimpleNamespace(actor="earlier", bundle=SimpleNamespace(node_id="a"), pid=7)
-    launch: Any = SimpleNamespace(in_process=True)
+def actors_with_a_host(done: list[Any]) -> RankActors:
+    """Return the actors of a group with a host of an earlier attempt, process 7 on node a."""
+    actor = SimpleNamespace(get_metadata=SimpleNamespace(remote=lambda: "its answer"))
+    host: Any = SimpleNamespace(actor=actor, bundle=SimpleNamespace(node_id="a"), pid=7)
+    launch: Any = SimpleNamespace(meets_to_report=False)
     placement: Any = SimpleNamespace(release=lambda: done.append("release"))
     unused: Any = None
-    return RankActors(launch, RecoverySettings(), placement, *[unused] * 5, [survivor])
+    return RankActors(launch, RecoverySettings(), placement, *[unused] * 5, [host], unused, unused)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +40,12 @@ def test_a_process_that_held_up_the_start_is_ended_on_its_node_if_it_is_stopped(
 ) -> None:
     """Ray asks it to end first. One was left so, with the bundle that its successor waited for."""
     done: list[Any] = []
-    monkeypatch.setattr(rank_actors, "end_processes", lambda given, _: done.append(given))
+    monkeypatch.setattr(rank_actors, "end_hosts", lambda given, _: done.append(len(given)))
     monkeypatch.setattr(rank_actors, "end_stopped", lambda given: done.append(set(given)))
-    made = actors_with_a_survivor(done)
+    made = actors_with_a_host(done)
     made.reports = reports
     made.kill()
-    assert done == [["earlier"], *([{("a", 7)}, "release"] if is_held_up else [])]
+    assert done == [1, *([{("a", 7)}, "release"] if is_held_up else [])]
 
 
 @pytest.mark.parametrize("found", [set(), {("a", 7)}], ids=["it is slow", "it is stopped"])
@@ -54,11 +55,11 @@ def test_a_start_with_a_process_that_is_stopped_fails_at_once(
     asked: list[Any] = []
     monkeypatch.setattr(ray, "wait", lambda refs, **_: ([], refs))
     monkeypatch.setattr(rank_actors, "find_stopped", lambda given: asked.append(given) or found)
-    monkeypatch.setattr(rank_actors, "end_processes", lambda *_: None)
+    monkeypatch.setattr(rank_actors, "end_hosts", lambda *_: None)
     monkeypatch.setattr(rank_actors, "end_stopped", lambda given: asked.append("ended"))
-    made = actors_with_a_survivor(asked)
+    made = actors_with_a_host(asked)
     context = pytest.raises(WorkerGroupStartupFailedError, match="7 on node a")
     with context if found else nullcontext():
-        made._require_none_stopped(["its answer"])
+        made._require_none_stopped()
     made.kill()
     assert asked == [{("a", 7)}, *(["ended", "release"] if found else [])]

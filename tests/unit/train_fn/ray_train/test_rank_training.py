@@ -10,7 +10,8 @@ import ray.train.torch
 import torch
 
 from train_fn.node.secrets import Redactor
-from train_fn.ray_train import rank
+from train_fn.ranks import rank
+from train_fn.ray_train import own_process
 from train_fn.recovery.evidence import RankError
 
 
@@ -20,16 +21,16 @@ def test_a_rank_that_used_cuda_before_its_neighbours_were_shared_finds_its_own_g
 ) -> None:
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
-    rank._device.cache_clear()
-    assert str(rank._device(use_gpu=True)) == expected and str(rank._device(use_gpu=False)) == "cpu"
+    own_process._device.cache_clear()
+    found = [str(own_process._device(use_gpu=use_gpu)) for use_gpu in (True, False)]
+    assert found == [expected, "cpu"]
 
 
 def failure_of(exc: Exception, monkeypatch: pytest.MonkeyPatch) -> RankError:
     monkeypatch.setattr(rank, "unheard_hosts", lambda: ("10.0.0.3",))
-    job = SimpleNamespace(use_gpu=False)
     redactor = Redactor()
     redactor.learn(["hunter2"])
-    error: RankError = rank._failure(exc, 1, job, redactor).error  # type: ignore[arg-type]
+    error: RankError = rank._failure(exc, 1, lambda: torch.device("cpu"), redactor).error
     return error
 
 

@@ -21,8 +21,8 @@ from tests.support.code_archives import tar_gz
 from tests.support.one_rank import Journal, journal_of, one_rank
 from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
+from train_fn.ranks.rank import RankJournal
 from train_fn.ray_train import user_function
-from train_fn.ray_train.rank import RankJournal
 from train_fn.ray_train.user_script import SHARED_VARIABLE
 from train_fn.recovery.evidence import StepFailed
 from train_fn.recovery.launch import RankLaunch, RecoveryNote

@@ -200,20 +200,19 @@ def test_a_record_is_read_up_to_where_its_rank_died(tmp_path: Path) -> None:
 def test_deaths_lie_within_steps_after_commits_and_at_the_end_of_an_epoch() -> None:
     ranks = [record(range(12)), record(range(12))]
     ranks[0].steps[3].ends_epoch = True
-    deaths, rows = deaths_of(ranks, 2, 12, is_task=True)
-    found = [(each.orders.dies or each.orders.parks_at, each.in_process) for each in deaths]
+    deaths, rows = deaths_of(ranks, 2, 12)
+    found = [each.orders.dies or each.orders.parks_at for each in deaths]
     assert found == [
-        ((1, 7, "update"), False),
-        ((1, 7, "update"), True),
-        ((0, 7, "commit"), False),
-        (9, False),
-        ((1, 4, "commit"), False),
-        (4, False),
+        (1, 7, "update"),
+        (0, 7, "commit"),
+        9,
+        (1, 4, "commit"),
+        4,
     ]
     assert [row.name for row in rows] == ["an evaluation"]
     ranks[0].steps[4].is_evaluated = True
-    deaths, rows = deaths_of(ranks, 2, 12, is_task=False)
-    assert not rows and not any(each.in_process for each in deaths)
+    deaths, rows = deaths_of(ranks, 2, 12)
+    assert not rows
     assert deaths[-1].name == "all ranks killed after step 4: the end of an epoch and an evaluation"
 
 
@@ -221,7 +220,7 @@ def test_all_die_where_gradients_are_added_up_if_a_loop_does_that() -> None:
     ranks = [record(range(12))]
     for number in (0, 1, 2, 4, 5, 6, 8, 9, 10):
         ranks[0].steps[number].updates.clear()
-    deaths, _ = deaths_of(ranks, 1, 12, is_task=False)
+    deaths, _ = deaths_of(ranks, 1, 12)
     [at] = [each.orders.parks_at for each in deaths if each.orders.parks_at is not None]
     assert not ranks[0].steps[at - 1].updates
     assert ranks[0].steps[next(each.orders.dies[1] for each in deaths if each.orders.dies)].updates

@@ -18,7 +18,7 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.small_batches import Normed, Spoilt
 from train_fn.context import WorkerContext
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.own_process
 def context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Any, **train_spec: Any
 ) -> WorkerContext:
-    monkeypatch.setattr(replica, "build_task", lambda spec: task)
+    monkeypatch.setattr(build, "build_task", lambda spec: task)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     named = {
         "name": "image_classification",

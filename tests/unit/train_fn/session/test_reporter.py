@@ -21,7 +21,7 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import Journal, journal_of, one_rank
 from tests.support.restore_rounds import make_state
 from train_fn.errors import PeersGone
-from train_fn.ray_train.rank import RankJournal
+from train_fn.ranks.rank import RankJournal
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
 from train_fn.session import report as reporter_module
 from train_fn.session.report import HAND_OVER_S, Reporter
@@ -218,15 +218,13 @@ def test_slow_steps_that_the_journal_missed_are_reported_again(journaled: int) -
     assert told == [1, 2], "that of step 40 follows its metrics, so the journal may lack it"
 
 
-def recovered(
-    at: float, *rejected: str, source: str = "snapshot", num_stayed: int = 0
-) -> dict[str, Any]:
+def recovered(at: float, *rejected: str, source: str = "snapshot") -> dict[str, Any]:
     """What is told of a recovery whose attempt's first points were made at a time."""
     journal, now = Journal(), time.time()
     note = RecoveryNote(
         noticed_at=now - 2, detect_s=0.1, last_step=7, world_size_before=3, left_at=now - 1.5
     )
-    launch = RankLaunch(2, now - 1, recovery=note, num_stayed=num_stayed)
+    launch = RankLaunch(2, now - 1, recovery=note)
     rank = RankJournal(journal, launch, world_rank=0, world_size=2)  # type: ignore[arg-type]
     rejections = [{"name": name, "problem": "it is damaged"} for name in rejected]
     rank.emit(EventKind.RESTORED, {"step": 7, "source": source, "rejected": rejections})
@@ -237,18 +235,11 @@ def recovered(
 
 
 @pytest.mark.parametrize(
-    ("source", "num_stayed", "rung"),
-    [
-        ("process", 1, "in_process"),
-        ("snapshot", 1, "in_process"),  # of a rank that could not keep it in its process
-        ("snapshot", 0, "snapshot"),
-        ("checkpoint", 1, "checkpoint"),
-        ("fresh", 0, None),
-    ],
+    ("source", "rung"),
+    [("snapshot", "snapshot"), ("checkpoint", "checkpoint"), ("fresh", None)],
 )
-def test_a_recovery_names_its_rung(source: str, num_stayed: int, rung: str | None) -> None:
-    found = recovered(time.time(), source=source, num_stayed=num_stayed)
-    assert found["rung"] == rung
+def test_a_recovery_names_its_rung(source: str, rung: str | None) -> None:
+    assert recovered(time.time(), source=source)["rung"] == rung
 
 
 def test_a_recovery_ends_with_its_first_step() -> None:

@@ -56,14 +56,6 @@ def test_an_older_submission_counts_and_a_newer_one_does_not() -> None:
     )
 
 
-def test_among_equal_states_one_that_a_process_has_kept_wins() -> None:
-    kept = replace(offer(2, 10), in_process=True)
-    assert elect([offer(0, 10), offer(1, 11), kept], SUBMISSION).offer == offer(1, 11)
-    assert elect([offer(0, 10), kept], SUBMISSION).offer == kept
-    elected = elect([offer(0, 10, "b"), kept, offer(1, 9, "c")], SUBMISSION)
-    assert elected.offer == offer(1, 9, "c"), "one of the two is wrong, and nothing says which"
-
-
 def test_a_rank_that_could_leave_nothing_is_reported() -> None:
     elected = elect([offer(0, 10, problem="too little room"), offer(1, 9)], SUBMISSION)
     assert elected.offer == offer(1, 9)

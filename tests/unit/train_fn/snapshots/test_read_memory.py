@@ -1,5 +1,5 @@
 """Another process's memory is read bit by bit, or not at all. A process may read its own in the
-same way, so that one is enough here; tests/integration/test_staying.py has two."""
+same way, so that one is enough here; test_lending.py has two."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank
 from train_fn.checkpoints.commit import load_checkpoint
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Count, Ledger
@@ -149,7 +149,7 @@ def make_spec(max_steps: int, every_steps: int | None) -> RunSpec:
 def test_weights_that_are_not_finite_are_in_no_state_that_is_kept(
     max_steps: int, every_steps: int | None, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "build_task", lambda spec: RootOfZero())
+    monkeypatch.setattr(build, "build_task", lambda spec: RootOfZero())
     spec = make_spec(max_steps, every_steps)
     start = begin_run(run_dir, spec, "test", fresh=True)
     ctx = one_rank(spec, run_dir, submission=start.submission)
@@ -183,7 +183,7 @@ def test_weights_that_are_not_finite_are_in_no_state_that_is_kept(
 def test_a_checkpoint_that_is_not_sound_is_rejected_and_the_one_before_is_taken(
     fault: str, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "build_task", lambda spec: Regression())
+    monkeypatch.setattr(build, "build_task", lambda spec: Regression())
     spec = make_spec(4, None)
     first = begin_run(run_dir, spec, "test", fresh=True)
     assert train(one_rank(spec, run_dir, submission=first.submission)) is None

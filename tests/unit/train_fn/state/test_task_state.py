@@ -22,7 +22,7 @@ from tests.support.one_rank import journal_of, one_rank, small_task_alone
 from tests.unit.train_fn.loop.test_buffers import SPEC
 from train_fn.checkpoints.saver import Saver
 from train_fn.errors import BadTask
-from train_fn.loop import replica
+from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
 from train_fn.state.tensor_tree import digest
@@ -67,7 +67,7 @@ def test_neither_the_warm_up_nor_a_failed_step_shows_in_the_tasks_state(
     run_dir, task = RunDir(open_storage(str(tmp_path)), "run_task"), Keeping()
     task.break_at = break_at
     with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "build_task", lambda spec: task)
+        patch.setattr(build, "build_task", lambda spec: task)
         if break_at is not None:
             with pytest.raises(StepFailed):
                 train(one_rank(SPEC, run_dir, attempt=1))
@@ -97,7 +97,7 @@ def test_attributes_that_a_pass_changes_are_named_once_and_begin_as_they_were(
 
     task, ctx = Task(), one_rank(SPEC, RunDir(open_storage(str(tmp_path)), "run_task"))
     with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "build_task", lambda spec: task)
+        patch.setattr(build, "build_task", lambda spec: task)
         assert train(ctx) is None
     [started] = journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)
     [warning] = started["warnings"]
@@ -214,7 +214,7 @@ def test_only_what_the_task_s_state_leaves_out_is_named_and_ranks_with_nothing_t
     spec = SPEC.model_copy(update={"scaling": ScalingSpec(max_workers=64)})
     task, ctx = KeepsAll(), one_rank(spec, RunDir(open_storage(str(tmp_path)), "run_task"))
     with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "build_task", lambda spec: task)
+        patch.setattr(build, "build_task", lambda spec: task)
         assert train(ctx) is None
     [started] = journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)
     too_many, lost = started["warnings"]
@@ -232,7 +232,7 @@ def test_a_generator_that_the_task_s_state_keeps_goes_on_after_a_restart(tmp_pat
         with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
             for attempt in (1, 2) if break_at else (1,):
                 task, ctx = KeepsAll(), one_rank(SPEC, run_dir, attempt=attempt)
-                patch.setattr(replica, "build_task", lambda spec, task=task: task)
+                patch.setattr(build, "build_task", lambda spec, task=task: task)
                 task.break_at = break_at if attempt == 1 else None
                 if task.break_at:
                     with pytest.raises(StepFailed):
