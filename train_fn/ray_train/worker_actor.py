@@ -129,7 +129,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         self._lender: Rank | None = None
         """The rank of an earlier attempt whose state others read from its memory."""
         self._lends: int | None = None
-        """Step of the state that the present rank lends, or the lender if there is none."""
+        """Step of the state that the present rank lends; None for none."""
         self._told = _Told()
         self._journal: Callable[..., Any] | None = None
         self._reports: CheckpointReports | None = None
@@ -184,7 +184,8 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         )
 
     def _leave_last(self) -> None:
-        """End the rank of the last attempt, unless it lends its state to this one."""
+        """End the rank of the last attempt, unless it lends its state to this one. An earlier
+        lender stays if that one has not restored."""
         last, self._rank = self._rank, None
         if last is None:
             return
@@ -193,7 +194,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             return
         if self._lender is not None:
             self._lender.close()
-        self._lender = last
+        self._lender, self._lends = last, None
 
     def get_metadata(self) -> Any:
         """Return where the rank runs; before there is one, where this host does."""
@@ -282,7 +283,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             told.over()
 
     def _end_lender(self) -> None:
-        lender, self._lender, self._lends = self._lender, None, None
+        lender, self._lender = self._lender, None
         if lender is not None:
             lender.close()
 
@@ -414,10 +415,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def leave_kept_state(self) -> str | None:
         """Have the state written as a snapshot that a rank of this host lends, since the host is to
         end. Return why that cannot be done; None if it was written, or if there is none."""
-        lender = self._lender or self._rank
-        if self._lends is None or lender is None:
+        lender = self._lender if self._lends is None else self._rank
+        self._lender = self._lends = None
+        if lender is None:
             return None
-        self._lends = None
         problem: str | None = lender.call("leave_kept_state")
         return problem
 
