@@ -59,7 +59,6 @@ CLASSIFIED: dict[type[BaseException], ErrorKind] = {
     train_fn.errors.StorageNotShared: ErrorKind.STORAGE_NOT_SHARED,
     train_fn.errors.StepNotWhole: ErrorKind.EXCHANGE,
     train_fn.errors.StateNotWhole: ErrorKind.EXCHANGE,
-    train_fn.errors.AsksForPeers: ErrorKind.EXCHANGE,
     train_fn.errors.EndedItself: ErrorKind.EXITED,
     train_fn.errors.NumericsChanged: ErrorKind.DEVICE,
     train_fn.errors.RanksApart: ErrorKind.CORRUPTION,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import subprocess
@@ -16,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train_fn.errors import AsksForPeers
+from train_fn.step import place_watch
 from train_fn.step.peers import Peers, end_process_group
-from train_fn.step.place_watch import asked_at, forget, refusing, watch, watching
+from train_fn.step.place_watch import asked_at, watching
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,11 +30,9 @@ def group() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    forget()
-    yield
-    forget()
+    monkeypatch.setattr(place_watch._watch, "asked_at", None)
 
 
 @functools.lru_cache
@@ -55,13 +52,6 @@ class AsksInForward(nn.Module):
         return x
 
 
-class Context:
-    def get_world_rank(self) -> int:
-        return 0
-
-
-watch(Context, ["get_world_rank"])
-
 QUESTIONS: dict[str, Callable[[], object]] = {
     "its rank": lambda: dist.get_rank(),
     "the size": lambda: dist.get_world_size(),
@@ -75,7 +65,6 @@ QUESTIONS: dict[str, Callable[[], object]] = {
     "the environment, softly": lambda: os.getenv("RANK"),
     "the environment as bytes": lambda: os.environb[b"RANK"],
     "everything in the environment": lambda: dict(os.environ),
-    "Ray's context": lambda: Context().get_world_rank(),
 }
 
 
@@ -121,19 +110,3 @@ def test_the_environment_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> No
         os.environb[b"EVERSTEP_TEST"] = b"2"
         shown = subprocess.run(["sh", "-c", "echo $EVERSTEP_TEST"], capture_output=True, text=True)
         assert os.environ["EVERSTEP_TEST"] == "2" == shown.stdout.strip()
-
-
-def test_a_build_beside_others_that_have_theirs_is_refused_at_its_first_question() -> None:
-    with watching(), pytest.raises(AsksForPeers, match="test_place_watch"), refusing(True):
-        dist.get_rank()
-    forget()
-    # code of the user's may take the error for an answer
-    swallowed = contextlib.suppress(AsksForPeers)
-    with watching(), pytest.raises(AsksForPeers), refusing(True), swallowed:
-        dist.get_rank()
-    forget()
-    with watching(), refusing(False):
-        assert dist.get_rank() == 0
-    forget()
-    with watching(), refusing(True):
-        assert dist.is_initialized()
