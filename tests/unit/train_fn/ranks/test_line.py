@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from train_fn.ranks.line import Line, LineEnded
+from train_fn.ranks.line import LineEnded, Wire
 
 Serve = Callable[[str, tuple[Any, ...]], Any]
 
@@ -24,8 +24,8 @@ class Pair:
         self._sockets = socket.socketpair()
         mine, theirs = (Connection(each.detach()) for each in self._sockets)
         self.theirs = theirs
-        self.host = Line(mine, lambda name, arguments: None, self.ended.set)
-        self.rank = Line(theirs, serve)
+        self.host = Wire(mine, lambda name, arguments: None, self.ended.set)
+        self.rank = Wire(theirs, serve)
 
     def cut(self) -> None:
         """End the rank's process, as far as the host can tell."""

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.service_process import wait_for
 from train_fn.ranks import fork, zygote
-from train_fn.ranks.fork import Zygote, ZygoteGone
+from train_fn.ranks.fork import Forker, ZygoteGone
 
 LONELY_S = 2.0
 
@@ -34,14 +34,14 @@ class Level:
     """A zygote that has imported nothing heavy, in a process of its own."""
 
     def __init__(self, path: Path, lonely_s: float = 60.0) -> None:
-        self.path, self._hosts = path, list[Zygote]()
+        self.path, self._hosts = path, list[Forker]()
         program = "import sys; from tests.unit.train_fn.ranks import test_zygote as t; t.main()"
         self.process = subprocess.Popen([sys.executable, "-c", program, str(path), str(lonely_s)])
 
-    def host(self) -> Zygote:
+    def host(self) -> Forker:
         """Connect as a host does."""
         wait_for(self.path.exists, 60, "the zygote's socket")
-        self._hosts.append(Zygote(self.path))
+        self._hosts.append(Forker(self.path))
         return self._hosts[-1]
 
     def end(self) -> None:
@@ -53,7 +53,9 @@ class Level:
 
 def main() -> None:
     path = Path(sys.argv[1])
-    zygote.Zygote(zygote.listen_at(path), enter, float(sys.argv[2])).serve()
+    fork = zygote.Zygote(zygote.listen_at(path), float(sys.argv[2])).serve()
+    if fork is not None:
+        zygote.end_after(enter, fork)
     path.unlink()
 
 
@@ -133,7 +135,8 @@ def test_a_zygote_that_is_killed_leaves_its_forks_and_says_so(level: Level) -> N
     level.process.wait()
     with pytest.raises(ZygoteGone, match=f"process {host.pid}, from which ranks are forked"):
         host.fork()
-    assert call(line, os.getpid) == pid and not end.done()
+    assert call(line, os.getpid) == pid
+    assert isinstance(end.exception(20), OSError), "nobody will know how it ends"
     os.kill(pid, signal.SIGKILL)
 
 
@@ -162,7 +165,7 @@ def test_the_socket_of_a_dead_zygote_is_replaced_also_below_a_long_path(tmp_path
     path = tmp_path.joinpath(*["a-long-name" * 4] * 4) / "level"
     zygote.listen_at(path).close()
     with pytest.raises(ConnectionRefusedError):
-        Zygote(path)
+        Forker(path)
     replaced = zygote.listen_at(path)
-    Zygote(path).close()
+    Forker(path).close()
     replaced.close()
