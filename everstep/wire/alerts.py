@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from everstep.wire.base import Answer, Time
+from everstep.wire.base import Answer, Open, Time
 from everstep.wire.run import RunStatus, Verdict
 
 AlertWhen = Literal["failed", "finished", "recovered", "straggler", "stalled"]
@@ -168,13 +168,13 @@ class Alert(Answer):
     id: str
     project: str
     name: str
-    when: AlertWhen
+    when: Open[AlertWhen]
     more_than: int | None
     """Recoveries within an hour that are not yet reported; null unless ``when`` is
     ``recovered``."""
     stalled_s: float | None
     """Seconds without a step; null unless ``when`` is ``stalled``."""
-    format: AlertFormat
+    format: Open[AlertFormat]
     target: str
     """Where its messages go: the receiver's host, or the recipients. URLs and keys are not shown
     again."""
@@ -190,10 +190,10 @@ class AlertDelivery(Answer):
     alert_id: str
     run_id: str | None
     """The run that it is about; null for a test."""
-    event: AlertEvent
+    event: Open[AlertEvent]
     summary: str
     """The message in one line."""
-    state: DeliveryState
+    state: Open[DeliveryState]
     """``waiting`` for its first or next try, ``delivered``, or ``failed``: no more tries."""
     tries: int
     created_at: Time
@@ -214,7 +214,7 @@ class AlertRun(Answer):
     id: str
     name: str
     project: str
-    status: RunStatus
+    status: Open[RunStatus]
     reason: str | None
     """Why it has this status, in words."""
     step: int
@@ -258,8 +258,8 @@ class AlertMessage(Answer):
     alert: str
     """Name of the alert."""
     alert_id: str
-    when: AlertWhen
-    event: AlertEvent
+    when: Open[AlertWhen]
+    event: Open[AlertEvent]
     """``resolve`` ends the incident that a ``trigger`` with the same ``incident`` began."""
     incident: str
     at: Time

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Generic, TypeVar
+from enum import StrEnum
+from functools import partial
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, PlainSerializer, WithJsonSchema
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, core_schema
 
 
 def format_time(value: datetime) -> str:
@@ -31,6 +43,34 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
 
+T = TypeVar("T")
+
+
+class ReadsNewer:
+    """Marks an enumeration in an answer: see ``Open``."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(partial(_newer, kind), handler(kind))
+
+
+def _newer(kind: Any, value: object, known: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return known(value)
+    except ValidationError:
+        if type(value) is not str:
+            raise
+    if not (isinstance(kind, type) and issubclass(kind, StrEnum)):
+        return value
+    other = str.__new__(kind, value)
+    other._name_ = other._value_ = value
+    return other
+
+
+Open = Annotated[T, ReadsNewer()]
+"""An enumeration in an answer, ``Open[RunStatus]``. A value that only a newer service knows is
+read as it is, so that an older client can read the rest. Requests stay strict."""
+
+
 class ProblemError(Answer):
     loc: tuple[str | int, ...]
     msg: str
@@ -45,9 +85,6 @@ class Problem(Answer):
     detail: str
     code: str
     errors: tuple[ProblemError, ...] = ()
-
-
-T = TypeVar("T")
 
 
 class Page(Answer, Generic[T]):

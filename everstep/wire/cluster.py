@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from everstep.wire.base import Answer, Time
+from everstep.wire.base import Answer, Open, Time
 
 LONGEST_DEADLINE_S: Final = 30 * 24 * 3600
 
@@ -67,7 +67,7 @@ class Node(Answer):
     id: str
     hostname: str
     ip: str
-    state: NodeState
+    state: Open[NodeState]
     is_head: bool
     mark: NodeMark | None = None
     """Who cordoned or drained the node, and why; null if nobody did, or if it was drained by
@@ -94,10 +94,10 @@ class ClusterInfo(Answer):
 
 
 class Readiness(Answer):
-    status: Literal["ready", "unavailable"]
-    database: Literal["up", "down"]
-    storage: Literal["up", "down"]
-    ray: Literal["up", "down"]
+    status: Open[Literal["ready", "unavailable"]]
+    database: Open[Literal["up", "down"]]
+    storage: Open[Literal["up", "down"]]
+    ray: Open[Literal["up", "down"]]
     reconciler_lag_s: float | None
     """Seconds since the reconciler's last completed tick."""
 

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from everstep.wire import Answer, Time
+from everstep.wire.base import Answer, Open, Time
 
 _PACKAGES = ("everstep", "storage", "train_fn")
 """The packages that run on nodes; the service has them too."""
@@ -102,7 +102,7 @@ class NodeFacts(Answer):
 class AllReduceFacts(Answer):
     """Repeated all-reduces over the nodes that run ranks."""
 
-    backend: Literal["gloo", "nccl"]
+    backend: Open[Literal["gloo", "nccl"]]
     nodes: tuple[str, ...]
     problem: str | None = None
     rounds: int = 0
@@ -135,7 +135,7 @@ class DeploymentCheck(Answer):
     """A requested check: the state of its job on the cluster, and its report."""
 
     id: str
-    state: Literal["running", "done", "failed"]
+    state: Open[Literal["running", "done", "failed"]]
     problem: str | None = None
     """Why it failed."""
     service: ServiceFacts

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.wire import Verdict
-from everstep.wire.base import Answer, Time
+from everstep.wire.base import Answer, Open, Time
 from everstep.wire.events import OWN_FILES
 
 
@@ -143,11 +143,11 @@ class DrillReport(Answer):
 
 class Drill(Answer):
     id: str
-    kind: DrillKind
+    kind: Open[DrillKind]
     rank: int
     at: Time
     """When it was requested."""
-    state: DrillState
+    state: Open[DrillState]
     problem: str | None = None
     """Why the fault could not be injected."""
     report: DrillReport | None = None
@@ -218,7 +218,7 @@ class Profile(Answer):
     """Requested number of steps; once recorded, the number in the trace."""
     at: Time
     """When it was requested."""
-    state: ProfileState
+    state: Open[ProfileState]
     problem: str | None = None
     """Why there is no trace."""
     first_step: int | None = None

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
-from everstep.wire.base import Answer, Time
+from everstep.wire.base import Answer, Open, Time
 
 UNFIT = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 """Raised by code that reads an event's data where that is not as ``EventKind`` says. User code can
@@ -258,7 +258,7 @@ class Checkpoint(Answer):
     """Directory below ``checkpoints/``."""
     epoch: int
     submission: int
-    state: Literal["committed", "corrupt", "deleted"]
+    state: Open[Literal["committed", "corrupt", "deleted"]]
     size_bytes: int
     digest: str
     """SHA-256 over the manifest, which lists every file's digest."""

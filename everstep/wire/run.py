@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from everstep.wire.base import Answer, Time
+from everstep.wire.base import Answer, Open, Time
 from everstep.wire.events import NODE_UNFIT, LogLine
 
 # ---------------------------------------------------------------- failure
@@ -212,13 +212,13 @@ class Replay(Answer):
     """Steps done in the state that the replay began with."""
     to_step: int
     """Last step of the replay."""
-    result: ReplayResult | None = None
+    result: Open[ReplayResult] | None = None
     """Null until the replay has ended. `equal`: every step is equal in every bit that was recorded.
     `differs`: `step` is the first one that is not. `not_proven`: nothing differs, but something is
     missing for a proof."""
     step: int | None = None
     """The first step that differs, or for which something is missing."""
-    differs: tuple[Literal["loss", "gradient", "weights", "samples"], ...] = ()
+    differs: tuple[Open[Literal["loss", "gradient", "weights", "samples"]], ...] = ()
     """What differs at that step."""
     compared: int = 0
     """Steps that were compared and are equal."""
@@ -272,7 +272,7 @@ class ReasonCode(StrEnum):
 
 
 class Reason(Answer):
-    code: ReasonCode
+    code: Open[ReasonCode]
     """Machine-readable cause."""
     message: str
     """The cause in words, with what to do."""
@@ -281,9 +281,9 @@ class Reason(Answer):
 class Transition(Answer):
     model_config = ConfigDict(populate_by_name=True)
 
-    from_status: RunStatus | None = Field(alias="from")
+    from_status: Open[RunStatus] | None = Field(alias="from")
     """Status before; null for the first."""
-    to_status: RunStatus = Field(alias="to")
+    to_status: Open[RunStatus] = Field(alias="to")
     """Status after."""
     at: Time
     """When it was recorded."""
@@ -306,13 +306,13 @@ checkpoint."""
 
 
 class Protection(Answer):
-    survives: tuple[Literal["rank", "node", "driver", "head"], ...]
+    survives: tuple[Open[Literal["rank", "node", "driver", "head"]], ...]
     """What may fail now without ending the run."""
     worst_case_steps_lost: int
     """Steps to repeat in the worst of these cases: those since the last durable checkpoint."""
-    process_loss: Loss | None = None
+    process_loss: Open[Loss] | None = None
     """What is lost if rank processes die and their nodes do not; null while no rank trains."""
-    node_loss: Loss | None = None
+    node_loss: Open[Loss] | None = None
     """What is lost if a node with ranks dies; null while no rank trains."""
     message: str | None = None
     """This protection in words."""
@@ -387,7 +387,7 @@ class Run(Answer):
     id: str
     name: str
     project: str
-    status: RunStatus
+    status: Open[RunStatus]
     reason: Reason | None
     priority: int
     tags: dict[str, str]
@@ -435,7 +435,7 @@ class Run(Answer):
     chain: str | None = None
     """Digest of the steps so far, in order: what each summed up to, its loss and its samples. Runs
     with equal chains took the same steps. Null before the first step, and for a user's own loop."""
-    exactness: Literal["world_size", "elastic"] = "world_size"
+    exactness: Open[Literal["world_size", "elastic"]] = "world_size"
     """What `train.exactness` of the spec says: the same bits at equal numbers of ranks, or at any.
     A user's own loop decides itself."""
     audit_fraction: float = 0.0

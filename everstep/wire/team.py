@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
-from everstep.wire import Answer, Time
+from everstep.wire.base import Answer, Open, Time
 
 Role = Literal["viewer", "submitter", "admin"]
 """``viewer`` reads, ``submitter`` also submits and stops runs, ``admin`` may do everything in every
@@ -83,7 +83,7 @@ class Token(Answer):
 
     id: str
     name: str
-    role: Role
+    role: Open[Role]
     project: str | None
     """Null means every project."""
     created_at: Time
@@ -92,7 +92,7 @@ class Token(Answer):
     """Up to a few seconds behind; null if never used."""
     owner: str | None = None
     """E-mail address of the user; null for a token that an administrator made."""
-    kind: Literal["log_in", "personal"] | None = None
+    kind: Open[Literal["log_in", "personal"]] | None = None
     """``log_in``: rights of a user's browser sessions, ended by revoking it. ``personal``: a user
     made it. Null: an administrator made it."""
 
@@ -103,7 +103,7 @@ class Session(Answer):
     id: str
     name: str
     """The user's e-mail address, or the name of the token that logged in."""
-    role: Role
+    role: Open[Role]
     project: str | None
     """Null means every project."""
     created_at: Time
@@ -140,7 +140,7 @@ class AuditEntry(Answer):
     token_id: str | None
     """Null for a call without a valid token."""
     token_name: str | None
-    role: Role | None
+    role: Open[Role] | None
     address: str | None
     """The caller's address."""
     method: str

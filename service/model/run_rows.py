@@ -25,7 +25,7 @@ from everstep.spec.sections import (
     TrainSpec,
     WandbSpec,
 )
-from everstep.wire import Reason, ReasonCode, RunStatus
+from everstep.wire import Reason, RunStatus
 from everstep.wire.drills import RehearsalMode
 from service.model.rows import StoredRow
 from storage.run_control import Stop
@@ -125,7 +125,10 @@ class RunSummary(StoredRow):
         """Return why the run is in its status, if the status alone does not say it."""
         if self.reason_code is None:
             return None
-        return Reason(code=ReasonCode(self.reason_code), message=self.reason_message or "")
+        # another replica may be newer
+        return Reason.model_validate(
+            {"code": self.reason_code, "message": self.reason_message or ""}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
