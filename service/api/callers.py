@@ -36,7 +36,7 @@ class TokenUse:
     ) -> None:
         self._tokens = tokens
         self._clock = clock
-        self._database_call = calls.database_call
+        self._database_write = calls.database_write
         self._used_at: dict[str, float] = {}
 
     def note(self, token_id: str) -> None:
@@ -48,7 +48,7 @@ class TokenUse:
         if not used_at:
             return
         try:
-            await self._database_call(self._tokens.note_used, used_at)
+            await self._database_write(self._tokens.note_used, used_at)
         except DatabaseError as exc:
             self._used_at = used_at | self._used_at
             logger.warning("recording token use delayed", problem=str(exc))

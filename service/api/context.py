@@ -121,8 +121,10 @@ class ApiContext:
         self.node_marks = NodeMarks(database, clock)
         self.calls = calls = BlockingCalls()
         self.database_call = calls.database_call
+        self.database_write = calls.database_write
         self.storage_call = calls.storage_call
         self.long_storage_call = calls.long_storage_call
+        self.folded = calls.folded
         self.feed = EventFeed(self.events, calls)
         self.followers = Followers(self.tokens, self.sessions, calls)
         self.logs = LogViews(storage, calls)

@@ -146,7 +146,7 @@ class AuditMiddleware:
             logger.info("call refused", **words)
             return
         try:
-            await self._context.database_call(self._context.audit.complete, entry)
+            await self._context.database_write(self._context.audit.complete, entry)
         except DatabaseError as exc:
             logger.warning(
                 "audit entry lost",

@@ -146,7 +146,7 @@ class Notification(StoredRow):
 
 def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
     """Return the notification for the status that a run has just reached; None if its spec wants
-    none. ``with_failure`` completes it."""
+    none. ``with_failure`` completes it at the first try."""
     asked = run.stored_spec.notify
     if asked is None or run.status.value not in asked.on:
         return None
@@ -167,7 +167,9 @@ def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
 
 
 def with_failure(notification: Notification, failures: Sequence[Failure]) -> Notification:
-    """Return the notification with the run's last failure, and what all of them have cost."""
+    """Return the notification with the run's last failure, and what all of them have cost.
+
+    Finding them takes as long as the history is, so the transaction of the change does not."""
     last = failure_of(failures[-1]).model_dump(mode="json") if failures else None
     lost = sum(each.steps_lost or 0 for each in failures)
     cost = {"steps_lost": lost, "recovery_s": sum(each.recovery_s or 0.0 for each in failures)}
@@ -192,12 +194,12 @@ class NotificationStore(Store):
             connection.execute(delete(notifications).where(*_key(notification)))
 
     def postpone(self, notification: Notification, until: float) -> None:
-        """Retry at ``until``."""
+        """Retry at ``until``, with the body of now."""
         with self._database.write() as connection:
             connection.execute(
                 update(notifications)
                 .where(*_key(notification))
-                .values(next_at=until, num_tries=notification.num_tries + 1)
+                .values(body=notification.body, next_at=until, num_tries=notification.num_tries + 1)
             )
 
     def count(self) -> int:

@@ -26,15 +26,16 @@ from sqlalchemy import (
     union,
 )
 
-from everstep.wire import RunStatus
+from everstep.wire import Failure, RunStatus
 from everstep.wire.events import UNFIT, EventKind
 from service.db.engine import DatabaseError, Store
 from service.db.tables import checkpoint_checks, events, metrics, runs
-from service.db.writer import RunWriter, events_of
+from service.db.writer import RunWriter
 from service.model.rows import CheckpointCheck, EventRow, MetricPoint
 from service.model.run_rows import RunRow
+from service.projections import attempts
 from service.projections.changes import Changes
-from service.projections.handlers import checked, project
+from service.projections.handlers import checked, folded, project
 from storage.logs.journal import JournalEvent
 from storage.run_dir import CheckpointName
 
@@ -196,6 +197,12 @@ class EventStore(Store):
         with self._database.read() as connection:
             return events_of(connection, run_id, kinds)
 
+    def failures(self, run_id: str, until: int | None = None) -> list[Failure]:
+        """Return all failures of a run, or those up to an event. They are folded here, after the
+        transaction: a long history takes seconds."""
+        rows = self.of_kinds(run_id, attempts.FAILURE_KINDS)
+        return folded(attempts.failures, [row for row in rows if until is None or row.seq <= until])
+
     def newest(self, run_id: str, kind: str, limit: int = 1) -> list[EventRow]:
         """Return the last events of a kind, newest first."""
         query = EventRow.select(events).where(events.c.run_id == run_id, events.c.kind == kind)
@@ -243,6 +250,26 @@ class EventStore(Store):
                 writer.set(_changes(writer.run, row).columns)
                 writer.save()
         return check
+
+
+def events_of(
+    connection: Connection,
+    run_id: str,
+    kinds: Collection[str],
+    attempt: int | None = None,
+    newest: int | None = None,
+) -> list[EventRow]:
+    """Return the events of a run that have these kinds, in order; only of one attempt, and only the
+    ``newest``, if given."""
+    query = EventRow.select(events).where(
+        events.c.run_id == run_id, events.c.kind.in_(sorted(kinds))
+    )
+    if attempt is not None:
+        query = query.where(events.c.attempt == attempt)
+    if newest is None:
+        return [EventRow(*row) for row in connection.execute(query.order_by(events.c.seq))]
+    found = connection.execute(query.order_by(events.c.seq.desc()).limit(newest)).all()
+    return [EventRow(*row) for row in reversed(found)]
 
 
 def _write_check(connection: Connection, run_id: str, check: CheckpointCheck) -> bool:

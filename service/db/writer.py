@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
@@ -14,20 +14,18 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from everstep.wire import Failure, Reason, RunStatus
+from everstep.wire import Reason, RunStatus
 from everstep.wire.events import UNFIT, EventKind
 from service.annex import TableHooks
-from service.db.audit import Notification, notification_of, with_failure
+from service.db.audit import Notification, notification_of
 from service.db.engine import encoded, insert_into
 from service.db.tables import events, metrics, notifications, runs, transitions
 from service.model.rows import EventRow, MetricPoint, TransitionRow
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict, check_legal
-from service.projections import attempts as failure_fold
 from service.projections.attempts import BY_SWEEP, preempted
 from service.projections.changes import NO_WORKERS
 from service.projections.goodput import TimeLedger, WorkLedger
-from service.projections.handlers import folded
 
 logger = structlog.get_logger(__name__)
 
@@ -232,9 +230,9 @@ class RunWriter:
         if self._points:
             self._upsert_points()
         if self._notices:
-            failures = failures_of(self._connection, self.run.id)
-            rows = [with_failure(notice, failures).columns() for notice in self._notices]
-            self._connection.execute(insert(notifications), rows)
+            self._connection.execute(
+                insert(notifications), [notice.columns() for notice in self._notices]
+            )
         for hook in self._hooks:
             if hook.run_changed and (self._has_stopped or self._kinds & hook.run_events):
                 hook.run_changed(self._connection, self.run, self.now)
@@ -337,26 +335,3 @@ def changes_of(run_id: str, found: Sequence[Sequence[Any]] | None) -> list[Trans
         TransitionRow(run_id, seq, before, to, float(at), code, message)
         for seq, before, to, at, code, message in rows
     ]
-
-
-# ---------------------------------------------------------------- failures
-
-# What a run's history says in the transaction that changes the run.
-
-
-def failures_of(connection: Connection, run_id: str) -> list[Failure]:
-    """Return all failures of a run so far, in this transaction."""
-    rows = events_of(connection, run_id, failure_fold.FAILURE_KINDS)
-    return folded(failure_fold.failures, rows)
-
-
-def events_of(
-    connection: Connection, run_id: str, kinds: Collection[str], attempt: int | None = None
-) -> list[EventRow]:
-    """Return the events of a run that have these kinds, in order; only of one attempt, if given."""
-    query = EventRow.select(events).where(
-        events.c.run_id == run_id, events.c.kind.in_(sorted(kinds))
-    )
-    if attempt is not None:
-        query = query.where(events.c.attempt == attempt)
-    return [EventRow(*row) for row in connection.execute(query.order_by(events.c.seq))]

@@ -149,7 +149,9 @@ def made_reconciler(parts: ServiceParts, figures: RunFigures) -> Reconciler:
     leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
     mine = database if leadership is None else database.guarded(leadership.check)
     led = replace(parts, database=mine)
-    notifier = Notifier(NotificationStore(mine), settings.notify, public_url=parts.public_url)
+    notifier = Notifier(
+        NotificationStore(mine), EventStore(mine), settings.notify, public_url=parts.public_url
+    )
     return Reconciler(
         RunStore(mine),
         EventStore(mine),

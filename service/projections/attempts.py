@@ -155,6 +155,7 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
     """
     found: list[Failure] = []
     waiting: list[int] = []
+    damage: set[str] = set()
     requested: dict[str, EventRow] = {}
     drill: EventRow | None = None
     for event in events:
@@ -182,7 +183,8 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
             found += _corrupt(event, event.data, "restores skip it")
         elif event.kind == EventKind.JOURNAL_DAMAGED:
             damaged = _damaged_journal(event)
-            if all(one.evidence != damaged.evidence for one in found):
+            if (line := repr(damaged.evidence)) not in damage:
+                damage.add(line)
                 found.append(damaged)
         elif event.kind == EventKind.CHECKPOINT_FAILED:
             most = event.data.get("max_failed_saves")

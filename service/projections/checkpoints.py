@@ -36,6 +36,7 @@ def checkpoints(
     """
     found: dict[str, dict[str, Any]] = {}
     evaluated: dict[int, dict[str, float | None]] = {}
+    highest = -1
     for event in events:
         data = event.data
         if event.kind == EventKind.EVALUATED:
@@ -50,6 +51,7 @@ def checkpoints(
                 "committed_at": event.at,
                 "state": "committed",
             }
+            highest = max(highest, data["step"])
         elif event.kind == EventKind.CHECKPOINT_DELETED and data["name"] in found:
             found[data["name"]]["state"] = "deleted"
         elif event.kind == EventKind.RESTORED:
@@ -60,7 +62,10 @@ def checkpoints(
                         "verified_at": event.at,
                         "problem": rejected.get("problem"),
                     }
-            found = {name: item for name, item in found.items() if stands(item, event)}
+            point = restore_point(data)
+            if point.fresh or highest > point.step:  # else nothing lies beyond
+                found = {name: item for name, item in found.items() if stands(item, event)}
+                highest = max((item["step"] for item in found.values()), default=-1)
     return [
         _checkpoint(
             data, data.get("metrics") or evaluated.get(data["step"]) or {}, checks.get(name)

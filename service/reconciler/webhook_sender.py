@@ -16,7 +16,8 @@ from typing import Any, Final
 import httpx
 import structlog
 
-from service.db.audit import Notification, NotificationStore
+from service.db.audit import Notification, NotificationStore, with_failure
+from service.db.events import EventStore
 from service.submission_rules.packages import NotifyRule
 
 NOTIFY_INTERVAL_S: Final = 1.0
@@ -30,6 +31,7 @@ class Notifier:
 
     Args:
         store: Stored notifications.
+        events: Histories of runs, for the failures that a notification names.
         rule: Allowed origins. A notification to another origin is dropped.
         clock: Unix seconds.
         transport: httpx's transport, for tests.
@@ -39,12 +41,14 @@ class Notifier:
     def __init__(
         self,
         store: NotificationStore,
+        events: EventStore,
         rule: NotifyRule,
         clock: Callable[[], float] = time.time,
         transport: httpx.AsyncBaseTransport | None = None,
         public_url: str | None = None,
     ) -> None:
         self._store = store
+        self._events = events
         self._rule = rule
         self._clock = clock
         self._transport = transport
@@ -52,11 +56,19 @@ class Notifier:
 
     async def work(self) -> None:
         """Send the due notifications in parallel, and record each result. Raises DatabaseError."""
-        due = await asyncio.to_thread(self._store.due)
+        due = await asyncio.to_thread(self._due)
         if not due:
             return
         async with client(self._transport) as http:
             await asyncio.gather(*(self._send(http, each) for each in due))
+
+    def _due(self) -> list[Notification]:
+        return [
+            each
+            if each.num_tries
+            else with_failure(each, self._events.failures(each.run_id, each.seq))
+            for each in self._store.due()
+        ]
 
     async def _send(self, http: httpx.AsyncClient, notification: Notification) -> None:
         if not self._rule.allows(notification.url):

@@ -18,7 +18,6 @@ from service.api.openapi import problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
 from service.model.run_rows import RunRow
 from service.projections import checkpoints
-from service.projections.handlers import folded
 from storage.checkpoints.retention import CheckpointHold
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
@@ -137,7 +136,7 @@ async def verify_checkpoint(run: ControlledRun, context: Context, step: Which) -
     # a checkpoint that another storage lacks is not damaged
     await context.storage_call(context.storage_gate.require)
     problem = await context.long_storage_call(_verify, context, run.id, checkpoint.name)
-    await context.database_call(
+    await context.database_write(
         context.events.record_check, run.id, checkpoint.name, problem, "verify"
     )
     return await _find(context, run, str(checkpoint.step))
@@ -156,7 +155,7 @@ def _verify(context: ApiContext, run_id: str, name: str) -> str | None:
 async def _all(context: ApiContext, run: RunRow) -> list[Checkpoint]:
     events = await context.database_call(context.events.of_kinds, run.id, checkpoints.KINDS)
     checks = await context.database_call(context.events.checkpoint_checks, run.id)
-    return folded(partial(checkpoints.checkpoints, checks=checks), events)
+    return await context.folded(partial(checkpoints.checkpoints, checks=checks), events)
 
 
 async def _find(context: ApiContext, run: RunRow, which: str) -> Checkpoint:

@@ -32,7 +32,6 @@ from service.db.events import MIN_POINTS, Point
 from service.model.rows import EventRow
 from service.projections import attempts, protection
 from service.projections.goodput import TimeLedger
-from service.projections.handlers import folded
 from service.runs.logs import with_last_lines
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
@@ -102,7 +101,9 @@ async def get_attempts(
     num = min(limit, len(starts) - 1 if more else len(starts))
     following = rows[starts[num]] if num < len(starts) else None
     # the start of the next attempt may be all that says that the last one of this page has ended
-    found = folded(attempts.attempts, rows[: starts[num] + 1] if following else rows)[:num]
+    found = (
+        await context.folded(attempts.attempts, rows[: starts[num] + 1] if following else rows)
+    )[:num]
     if not workers:
         found = [attempt.model_copy(update={"workers": ()}) for attempt in found]
     return Page(items=tuple(found), next_cursor=str(following.seq - 1) if following else None)
@@ -135,7 +136,7 @@ async def failures(
 ) -> tuple[list[Failure], int]:
     """Return a part of a run's failures, oldest first, and how many it has in all."""
     events = await context.database_call(context.events.of_kinds, run_id, attempts.FAILURE_KINDS)
-    every = folded(attempts.failures, events)
+    every = await context.folded(attempts.failures, events)
     shown = every[part]
     old = max(0, len(every) - _WITH_LINES - part.indices(len(every))[0])
     newest = await with_last_lines(context, run_id, shown[old:], lines)
@@ -153,7 +154,7 @@ async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
     use = await context.database_call(
         context.events.newest, run.id, EventKind.GPU_USE, protection.GPU_EVENTS
     )
-    return folded(protection.stragglers, [*events, *times, *use])
+    return await context.folded(protection.stragglers, [*events, *times, *use])
 
 
 @router.get(
@@ -166,7 +167,9 @@ async def get_rehearsal(run: VisibleRun, context: Context) -> RunRehearsal:
     every bit, or what was first different and what to write instead."""
     found = await context.database_call(context.events.newest, run.id, EventKind.REHEARSAL)
     ended = run.status.terminal
-    return folded(partial(protection.run_rehearsal, run.stored_spec, ended=ended), found)
+    return await context.folded(
+        partial(protection.run_rehearsal, run.stored_spec, ended=ended), found
+    )
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))
@@ -183,7 +186,7 @@ async def get_samples(run: VisibleRun, context: Context) -> Samples:
     """For each finished epoch, over the committed lineage: how many samples were used once, more
     than once or never."""
     events = await context.database_call(context.events.of_kinds, run.id, protection.SAMPLE_KINDS)
-    return folded(protection.samples, events)
+    return await context.folded(protection.samples, events)
 
 
 # ---------------------------------------------------------------- series

@@ -15,7 +15,6 @@ from everstep.wire import Checkpoint
 from service.api.context import ApiContext
 from service.model.run_rows import RunRow
 from service.projections import checkpoints
-from service.projections.handlers import folded
 from storage.checkpoints.retention import ACKNOWLEDGED_HOLD_S, CheckpointHold
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
@@ -98,7 +97,7 @@ async def _found(
         raise _fault((place[0], "run_id"), f"run {parent.id} is being deleted; choose another run")
     events = await context.database_call(context.events.of_kinds, parent.id, checkpoints.KINDS)
     checks = await context.database_call(context.events.checkpoint_checks, parent.id)
-    found = folded(partial(checkpoints.checkpoints, checks=checks), events)
+    found = await context.folded(partial(checkpoints.checkpoints, checks=checks), events)
     checkpoint, missing = checkpoints.choose(
         found, parent.id, parent.stored_spec.checkpoint, str(wanted.step)
     )

@@ -190,7 +190,7 @@ async def change_run(request: Request, run: ControlledRun, context: Context) -> 
 async def changed_run(run: RunRow, context: ApiContext, change: RunChange) -> Run:
     """Replace the notes of a run; return it."""
     notes = (change.notes or "").strip() or None
-    changed = await context.database_call(context.runs.set_notes, run.id, notes)
+    changed = await context.database_write(context.runs.set_notes, run.id, notes)
     return (await run_answers(context, [changed]))[0]
 
 
@@ -209,7 +209,7 @@ async def get_spec(run: VisibleRun) -> RunSpec:
 async def cancel_run(run: ControlledRun, context: Context) -> Run:
     """A run that is training commits a last checkpoint first. Repeating the request while it stops
     changes nothing."""
-    stopped = await context.database_call(context.runs.request_stop, run.id, "cancel")
+    stopped = await context.database_write(context.runs.request_stop, run.id, "cancel")
     return (await run_answers(context, [stopped]))[0]
 
 
@@ -221,7 +221,7 @@ async def cancel_run(run: ControlledRun, context: Context) -> Run:
 )
 async def pause_run(run: ControlledRun, context: Context) -> Run:
     """A run that is training commits a checkpoint first, and releases its resources."""
-    stopped = await context.database_call(context.runs.request_stop, run.id, "pause")
+    stopped = await context.database_write(context.runs.request_stop, run.id, "pause")
     return (await run_answers(context, [stopped]))[0]
 
 
@@ -233,7 +233,7 @@ async def pause_run(run: ControlledRun, context: Context) -> Run:
 )
 async def resume_run(run: ControlledRun, context: Context) -> Run:
     """The run queues again, and continues from its last checkpoint."""
-    resumed = await context.database_call(context.runs.resume, run.id)
+    resumed = await context.database_write(context.runs.resume, run.id)
     return (await run_answers(context, [resumed]))[0]
 
 
@@ -245,11 +245,11 @@ async def delete_run(run: ControlledRun, context: Context) -> None:
     its history."""
     # with another storage mounted, its directory would be left behind
     await context.storage_call(context.storage_gate.require)
-    await context.database_call(context.runs.begin_delete, run.id)
+    await context.database_write(context.runs.begin_delete, run.id)
     # The directory first: after a crash in between, the run can be deleted again, and no orphaned
     # files are left.
     await context.long_storage_call(RunDir(context.storage, run.id).delete)
-    await context.database_call(context.runs.delete, run.id)
+    await context.database_write(context.runs.delete, run.id)
     context.logs.forget(run.id)
 
 

@@ -64,7 +64,7 @@ async def submitted(
         owner=caller.owner or caller.name,
     )
     try:
-        (run, transitions), is_new = await context.database_call(_made, context, make)
+        (run, transitions), is_new = await context.database_write(_made, context, make)
     except UnknownProject as exc:
         raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
     answer = run_json(
@@ -295,7 +295,7 @@ async def upload_code(
     found = await context.storage_call(look_at, data)
     # Record first: an upload above the limit leaves nothing behind, and an interrupted one is
     # simply repeated.
-    await context.database_call(
+    await context.database_write(
         context.code_archives.record,
         owner,
         found.digest,
@@ -323,7 +323,7 @@ async def check_code(context: ApiContext, caller: Principal, project: str, code:
         raise InvalidSpec(tuple(faults))
     # members of the project may then use what an administrator submitted
     if caller.project is None:
-        await context.database_call(
+        await context.database_write(
             context.code_archives.share, project, code.archive, caller.token_id
         )
 

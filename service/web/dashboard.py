@@ -110,7 +110,7 @@ def log_in_form(request: Request, target: str, problem: str | None, status: int 
 @router.post("/logout")
 async def post_log_out(request: Request, context: Context, _form: CheckedForm) -> Response:
     """End the session, wherever its cookie was copied to."""
-    await context.database_call(context.sessions.end, cookie_of(request))
+    await context.database_write(context.sessions.end, cookie_of(request))
     response = RedirectResponse("/login", 303)
     log_out_of_browser(request, response)
     return response

@@ -26,7 +26,6 @@ from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.model.states import is_legal
 from service.projections.checkpoints import choose
-from service.projections.handlers import folded
 from service.runs import checkpoints, history
 from service.runs import routes as runs
 from service.runs.history import thinned
@@ -90,7 +89,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
     newest = await context.database_call(
         context.events.page_before, run.id, None, _MOST_EVENTS, KINDS
     )
-    drawn = folded(partial(lanes, now=context.clock()), reversed(newest.rows))
+    drawn = await context.folded(partial(lanes, now=context.clock()), reversed(newest.rows))
     return await run_page(
         request,
         "run.html",
@@ -168,7 +167,7 @@ async def get_curves(
         context, run.id, [name for chart in shown for name in chart["names"]], max_points
     )
     events = await context.database_call(context.events.of_kinds, run.id, rendering.MARK_KINDS)
-    marks = folded(rendering.marks, events)
+    marks = await context.folded(rendering.marks, events)
     return JSONResponse(
         {
             "run": {"id": run.id, "name": run.name},

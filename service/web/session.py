@@ -95,8 +95,8 @@ async def begin_session(
     earlier session ends."""
     earlier = cookie_of(request)
     if earlier:
-        await context.database_call(context.sessions.end, earlier)
-    secret = await context.database_call(
+        await context.database_write(context.sessions.end, earlier)
+    secret = await context.database_write(
         context.sessions.begin,
         token_id,
         lasts_s,

@@ -88,7 +88,7 @@ async def post_rights(
     chosen = next((row for row in mine if row.id == form.get("token_id")), None)
     if chosen is None:
         raise not_found("these rights are not yours any more; log in again")
-    await context.database_call(context.sessions.switch, cookie_of(request), chosen)
+    await context.database_write(context.sessions.switch, cookie_of(request), chosen)
     return RedirectResponse("/account", 303)
 
 
@@ -106,9 +106,9 @@ async def post_end_session(
     """End one of the caller's sessions, or all but this one."""
     session_id = form.get("session_id")
     if session_id:
-        await context.database_call(context.sessions.end_by_id, session_id, caller.holder)
+        await context.database_write(context.sessions.end_by_id, session_id, caller.holder)
     else:
-        await context.database_call(context.sessions.end_others, cookie_of(request), caller.holder)
+        await context.database_write(context.sessions.end_others, cookie_of(request), caller.holder)
     return RedirectResponse("/account", 303)
 
 
@@ -135,7 +135,7 @@ async def post_token(
     if not 1 <= days <= LONGEST_DAYS:
         raise invalid_request("days", msg=f"choose 1 to {LONGEST_DAYS} days")
     expires_at = context.clock() + days * 86400
-    _, secret = await context.database_call(
+    _, secret = await context.database_write(
         context.tokens.create_personal, token, label, role, expires_at
     )
     return await _account(request, context, caller, token, secret)
@@ -148,5 +148,5 @@ async def post_revoke(context: Context, form: CheckedForm, token: SessionToken) 
     token_id = form.get("token_id", "")
     if token_id not in {row.id for row in mine}:
         raise not_found("this token is not yours, or is already revoked")
-    await context.database_call(context.tokens.revoke, token_id)
+    await context.database_write(context.tokens.revoke, token_id)
     return RedirectResponse("/account", 303)

@@ -60,7 +60,7 @@ async def put_project(
 ) -> Project:
     """Replaces the project's quotas; they apply to runs that start or are submitted from now on."""
     wanted = await read_model(ProjectRequest, request)
-    row, is_new = await context.database_call(context.projects.put, wanted.name, wanted.quotas)
+    row, is_new = await context.database_write(context.projects.put, wanted.name, wanted.quotas)
     response.status_code = 201 if is_new else 200
     return await _project(context, row.name)
 
@@ -91,7 +91,7 @@ async def get_project(_caller: Administrator, project: ProjectPath, context: Con
 async def delete_project(_caller: Administrator, project: ProjectPath, context: Context) -> None:
     """Only projects without runs and tokens."""
     note_target(project)
-    if not await context.database_call(context.projects.delete, project):
+    if not await context.database_write(context.projects.delete, project):
         raise not_found(f"project {project} does not exist")
 
 
@@ -144,7 +144,7 @@ async def create_token(
     expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
     if expires_at is not None and expires_at <= context.clock():
         raise invalid_request("expires_at", msg="is in the past; use a future time, or omit it")
-    row, secret = await context.database_call(
+    row, secret = await context.database_write(
         context.tokens.create,
         wanted.name,
         wanted.role,
@@ -176,7 +176,7 @@ async def list_tokens(
 async def revoke_token(_caller: Administrator, token_id: TokenPath, context: Context) -> None:
     """Effective on every replica as soon as this returns."""
     note_target(token_id)
-    if not await context.database_call(context.tokens.revoke, token_id):
+    if not await context.database_write(context.tokens.revoke, token_id):
         raise not_found(f"token {token_id} does not exist, or is already revoked")
 
 
@@ -231,5 +231,5 @@ async def list_sessions(
 )
 async def revoke_session(caller: Caller, session_id: SessionPath, context: Context) -> None:
     """Effective on every replica as soon as this returns."""
-    if not await context.database_call(context.sessions.end_by_id, session_id, _reached(caller)):
+    if not await context.database_write(context.sessions.end_by_id, session_id, _reached(caller)):
         raise not_found(f"session {session_id} does not exist, or has ended")

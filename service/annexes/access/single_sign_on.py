@@ -107,7 +107,7 @@ async def _logged_in(
     rule = provider.rule
     identity = await provider.identity(flow, request.query_params)
     grants = rule.grants.grants(identity.groups)
-    tokens = await context.database_call(
+    tokens = await context.database_write(
         UserStore(context.database, context.clock).log_in,
         rule.issuer,
         identity.subject,

@@ -11,6 +11,7 @@ from service.annexes.alerts import pages, routes
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import TELLING_KINDS, DeliveryStore, IncidentStore, apply_alerts
 from service.annexes.alerts.tables import alerts
+from service.db.events import EventStore
 from service.reconciler.loop import Background
 
 INTERVAL_S: Final = 1.0
@@ -22,6 +23,7 @@ def beside(parts: ServiceParts) -> Sequence[Beside]:
     sender = AlertSender(
         DeliveryStore(parts.database),
         IncidentStore(parts.database),
+        EventStore(parts.database),
         settings.notify,
         settings.mail,
         parts.public_url,

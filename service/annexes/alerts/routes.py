@@ -85,7 +85,7 @@ async def add_alert(context: ApiContext, wanted: AlertRequest, token_id: str) ->
             check_url(wanted.url.get_secret_value(), context.notify)
         except NotAllowed as exc:
             raise invalid_request("url", msg=str(exc)) from exc
-    return alert_answer(await context.database_call(store_of(context).create, wanted, token_id))
+    return alert_answer(await context.database_write(store_of(context).create, wanted, token_id))
 
 
 @router.get("", summary="Alerts", responses=problem_answers(403, 422))
@@ -113,7 +113,7 @@ async def list_alerts(
 async def delete_alert(alert: KnownAlert, context: Context) -> None:
     """Also deletes its messages; those that are not sent yet will not be."""
     note_target(alert.id)
-    if not await context.database_call(store_of(context).delete, alert.id):
+    if not await context.database_write(store_of(context).delete, alert.id):
         raise not_found(f"alert {alert.id} was deleted meanwhile")
 
 
@@ -127,7 +127,7 @@ async def test_alert(alert: KnownAlert, context: Context) -> AlertDelivery:
     """Tried once, within a second or two. Read what became of it from the alert's deliveries."""
     note_target(alert.id)
     message = example_message(alert, context.clock())
-    return delivery_answer(await context.database_call(store_of(context).add_test, alert, message))
+    return delivery_answer(await context.database_write(store_of(context).add_test, alert, message))
 
 
 @router.get(
@@ -157,7 +157,7 @@ async def retry_delivery(
 ) -> AlertDelivery:
     """Its id stays the same. Failed tries are repeated for a day."""
     note_target(alert.id)
-    found = await context.database_call(store_of(context).send_again, alert.id, delivery_id)
+    found = await context.database_write(store_of(context).send_again, alert.id, delivery_id)
     if found is None:
         raise not_found(f"alert {alert.id} has no delivery {delivery_id}")
     return delivery_answer(found)

@@ -48,7 +48,7 @@ class AlertFacts:
     status: RunStatus
     recovered_at: tuple[float, ...] = ()
     """Recoveries, at least those of the last hour."""
-    slow_ranks: frozenset[int] = frozenset()
+    slow: tuple[Straggler, ...] = ()
     """Ranks of the current attempt that slow their peers down."""
     progressed_at: float | None = None
     """The last step, or the start of work after a queue or pause. None if the run reports no
@@ -80,8 +80,8 @@ def holding(rule: Rule, facts: AlertFacts, now: float) -> frozenset[str]:
             silent_s = 0.0 if facts.progressed_at is None else now - facts.progressed_at
             holds = facts.status in _WORKING and silent_s >= (rule.stalled_s or HOUR_S)
         case "straggler":
-            slow = facts.slow_ranks if facts.status in _WORKING else ()
-            return frozenset(f"rank {rank}" for rank in slow)
+            slow = facts.slow if facts.status in _WORKING else ()
+            return frozenset(f"rank {each.rank}" for each in slow)
     return frozenset({WHOLE_RUN} if holds else ())
 
 
@@ -108,26 +108,21 @@ def message_of(
     alert: AlertRow,
     run: RunRow,
     facts: AlertFacts,
-    failures: Sequence[Failure],
-    stragglers: Sequence[Straggler],
     *,
     event: AlertEvent,
     subject: str,
     now: float,
 ) -> dict[str, Any]:
-    """Return the JSON of an ``AlertMessage`` without its id and links, which its sender adds.
+    """Return the JSON of an ``AlertMessage``. Its sender adds id, links and ``with_failure``.
 
     Args:
         alert: The rule.
         run: The run as it is now.
         facts: The facts that the rule was applied to.
-        failures: All failures of the run so far.
-        stragglers: Those of the current attempt.
         event: Whether an incident begins or ends.
         subject: What the incident is about: the run, or a rank.
         now: Unix seconds.
     """
-    last = failures[-1] if failures else None
     say = _resolved if event == "resolve" else _triggered
     return AlertMessage(
         id="",
@@ -137,15 +132,28 @@ def message_of(
         event=event,
         incident=f"{alert.id}/{run.id}/{subject}",
         at=to_time(now),
-        summary=first_line(say(alert, run, facts, last, stragglers, subject, now)),
+        summary=first_line(say(alert, run, facts, subject, now)),
         run=_run(run),
-        failure=None if last is None else failure_of(last),
-        cost=AlertCost(
-            restarts=run.restarts,
-            steps_lost=run.steps_lost,
-            recovery_s=sum(each.recovery_s or 0.0 for each in failures),
-        ),
+        failure=None,
+        cost=AlertCost(restarts=run.restarts, steps_lost=run.steps_lost, recovery_s=0.0),
     ).model_dump(mode="json")
+
+
+def with_failure(message: AlertMessage, failures: Sequence[Failure]) -> AlertMessage:
+    """Return a message with the run's last failure, and how long all recoveries took.
+
+    Finding them takes as long as the history is, so the transaction of the incident does not."""
+    if not failures:
+        return message
+    took_s = sum(each.recovery_s or 0.0 for each in failures)
+    found: dict[str, Any] = {
+        "failure": failure_of(failures[-1]),
+        "cost": message.cost.model_copy(update={"recovery_s": took_s}),
+    }
+    if message.event == "trigger" and message.when == "recovered":
+        why = failure_words.headline(failures[-1])
+        found["summary"] = first_line(f"{message.summary}; last: {why}")
+    return message.model_copy(update=found)
 
 
 def example_message(alert: AlertRow, now: float) -> dict[str, Any]:
@@ -204,26 +212,24 @@ def _triggered(
     alert: AlertRow,
     run: RunRow,
     facts: AlertFacts,
-    last: Failure | None,
-    stragglers: Sequence[Straggler],
     subject: str,
     now: float,
 ) -> str:
-    why = failure_words.headline(last) if last is not None else "no failure is known"
     match alert.when:
         case "failed":
-            return f"{run.name} has failed at step {run.step}: {run.reason_message or why}"
+            why = run.reason_message or "no reason is known"
+            return f"{run.name} has failed at step {run.step}: {why}"
         case "finished":
             return f"{run.name} {_ENDS[run.status]} at step {run.step}"
         case "recovered":
             times = count(len(facts.recovered_at), "time")
-            return f"{run.name} has recovered {times} within an hour; last: {why}"
+            return f"{run.name} has recovered {times} within an hour"
         case "stalled":
             silent_s = now - (facts.progressed_at or now)
             status = run.status.lower()
             return f"{run.name} has made no step for {duration(silent_s)}; it is {status}"
         case "straggler":
-            slow = next(each for each in stragglers if f"rank {each.rank}" == subject)
+            slow = next(each for each in facts.slow if f"rank {each.rank}" == subject)
             return (
                 f"{run.name}: {subject} on node {slow.node_id[:8]} slows its peers down: "
                 f"{1000 * slow.own_s:.0f} ms a step, its peers {1000 * slow.peers_s:.0f} ms"
@@ -234,8 +240,6 @@ def _resolved(
     alert: AlertRow,
     run: RunRow,
     facts: AlertFacts,
-    last: Failure | None,
-    stragglers: Sequence[Straggler],
     subject: str,
     now: float,
 ) -> str:

@@ -23,8 +23,10 @@ from everstep.options.serve import OPTIONS
 from everstep.spec.plain_text import printable_lines, written_out
 from everstep.wire.alerts import AlertMessage
 from service.annexes.alerts import formats
+from service.annexes.alerts.rules import with_failure
 from service.annexes.alerts.store import DeliveryStore, IncidentStore
 from service.annexes.alerts.tables import AlertRow, DeliveryRow
+from service.db.events import EventStore
 from service.model.provider_rule import MailServer
 from service.model.rows import past
 from service.reconciler.webhook_sender import (
@@ -54,6 +56,7 @@ class AlertSender:
     Args:
         deliveries: Stored messages.
         incidents: Applies rules over time.
+        events: Histories of runs, for the failures that a message names.
         rule: Origins that may be called although they are not public, and the key of signatures.
         mail: The operator's mail server; None if there is none.
         public_url: Base URL of the run pages; None for no links.
@@ -65,6 +68,7 @@ class AlertSender:
         self,
         deliveries: DeliveryStore,
         incidents: IncidentStore,
+        events: EventStore,
         rule: NotifyRule,
         mail: MailServer | None = None,
         public_url: str | None = None,
@@ -73,6 +77,7 @@ class AlertSender:
     ) -> None:
         self._deliveries = deliveries
         self._incidents = incidents
+        self._events = events
         self._rule = rule
         self._mail = mail
         self._public_url = public_url
@@ -89,10 +94,21 @@ class AlertSender:
         if now - past(self._pruned_at, now) >= PRUNE_S:
             self._pruned_at = now
             await asyncio.to_thread(self._deliveries.prune)
-        due = await asyncio.to_thread(self._deliveries.due)
+        due = await asyncio.to_thread(self._due)
         if due:
             async with client(self._transport) as http:
                 await asyncio.gather(*(self._try(http, *each) for each in due))
+
+    def _due(self) -> list[tuple[DeliveryRow, AlertRow]]:
+        return [(self._completed(delivery), alert) for delivery, alert in self._deliveries.due()]
+
+    def _completed(self, delivery: DeliveryRow) -> DeliveryRow:
+        """Return a message with the run's failures, before its first try."""
+        if delivery.num_tries or delivery.run_id is None or delivery.message["failure"]:
+            return delivery
+        message = AlertMessage.model_validate(delivery.message)
+        told = with_failure(message, self._events.failures(delivery.run_id))
+        return replace(delivery, message=told.model_dump(mode="json"))
 
     async def _try(self, http: httpx.AsyncClient, delivery: DeliveryRow, alert: AlertRow) -> None:
         try:
@@ -103,6 +119,7 @@ class AlertSender:
         outcome = without_secrets(outcome, secrets_of(alert))
         now = self._clock()
         values: dict[str, Any] = {
+            "message": delivery.message,
             "status": outcome.status,
             "answer": outcome.answer or None,
             "error": outcome.error,

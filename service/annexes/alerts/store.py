@@ -20,10 +20,10 @@ from service.annexes.alerts.tables import (
 )
 from service.db.audit import note_target
 from service.db.engine import Store
+from service.db.events import events_of
 from service.db.lease import new_id
 from service.db.projects import ensure_project
 from service.db.tables import IS_LIVE, events, runs, transitions
-from service.db.writer import events_of, failures_of
 from service.model.rows import past
 from service.model.run_rows import RunRow
 from service.projections import protection as straggler_fold
@@ -189,6 +189,7 @@ TELLING_KINDS: Final = frozenset(
 """Events after which another alert may hold; so does the end of a run."""
 _OVER_TIME: Final = ("recovered", "stalled")
 """What may begin or end without an event."""
+_STRAGGLER_EVENTS: Final = 1000
 
 
 def apply_alerts(
@@ -205,10 +206,7 @@ def apply_alerts(
     found = _changes(connection, run, now, _rules(connection, (run.project,), only))
     if not found:
         return
-    facts = found[0][1]
-    failures = failures_of(connection, run.id)
-    stragglers = _stragglers(connection, run)
-    for alert, _, change in found:
+    for alert, facts, change in found:
         key = (alert_incidents.c.alert_id == alert.id, alert_incidents.c.run_id == run.id)
         for subject in change.triggered:
             place = {"alert_id": alert.id, "run_id": run.id, "subject": subject}
@@ -219,9 +217,7 @@ def apply_alerts(
         begun: list[tuple[AlertEvent, str]] = [("trigger", each) for each in change.triggered]
         ended: list[tuple[AlertEvent, str]] = [("resolve", each) for each in change.resolved]
         for event, subject in begun + ended:
-            message = message_of(
-                alert, run, facts, failures, stragglers, event=event, subject=subject, now=now
-            )
+            message = message_of(alert, run, facts, event=event, subject=subject, now=now)
             queue(connection, alert.id, run.id, event, message, now)
 
 
@@ -295,7 +291,7 @@ def _facts(connection: Connection, run: RunRow, now: float, needed: Collection[s
     return AlertFacts(
         run.status,
         tuple(recovered),
-        frozenset(each.rank for each in slow),
+        slow,
         None if progressed_at is None else past(progressed_at, now),
     )
 
@@ -314,8 +310,11 @@ def _progressed_at(connection: Connection, run: RunRow) -> float | None:
 
 
 def _stragglers(connection: Connection, run: RunRow) -> tuple[Straggler, ...]:
-    """Return the ranks that slow their peers down now."""
-    rows = events_of(connection, run.id, straggler_fold.STRAGGLER_KINDS, run.attempt)
+    """Return the ranks that slow their peers down now, as the newest events of the attempt say:
+    this is in the transaction that changes the run, which a long history must not hold up."""
+    rows = events_of(
+        connection, run.id, straggler_fold.STRAGGLER_KINDS, run.attempt, newest=_STRAGGLER_EVENTS
+    )
     report = folded(straggler_fold.stragglers, rows)
     return tuple(each for each in report.stragglers if each.ended_at is None)
 

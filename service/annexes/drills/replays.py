@@ -18,7 +18,6 @@ from service.api.context import ApiContext, Context
 from service.api.openapi import json_body, problem_answers
 from service.model.run_rows import RunRow
 from service.projections import attempts
-from service.projections.handlers import folded
 from service.runs.routes import run_answers
 from service.runs.submission import submitted
 
@@ -80,7 +79,7 @@ def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> d
 async def trained_by(context: ApiContext, run: RunRow) -> list[Stretch]:
     """Return which steps of a run were trained by how many ranks."""
     events = await context.database_call(context.events.of_kinds, run.id, attempts.ATTEMPT_KINDS)
-    return stretches(folded(attempts.attempts, events), run.step)
+    return stretches(await context.folded(attempts.attempts, events), run.step)
 
 
 async def check_replay(context: ApiContext, spec: RunSpec) -> None:

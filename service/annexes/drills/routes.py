@@ -34,7 +34,6 @@ from service.db.writer import RunWriter
 from service.model.rows import EventRow, past
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
-from service.projections.handlers import folded
 from storage.run_control import DrillOrder, ProfileOrder, StackOrder
 from storage.run_dir import RunDir
 
@@ -106,7 +105,7 @@ async def get_drill(
 
 async def _stories(context: ApiContext, run: RunRow) -> list[drills.Story]:
     events = await context.database_call(context.events.of_kinds, run.id, drills.DRILL_KINDS)
-    return folded(drills.stories, events)
+    return await context.folded(drills.stories, events)
 
 
 async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Drill:
@@ -116,7 +115,7 @@ async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Dril
         metrics = await context.database_call(
             context.events.after, run.id, after, drills.METRICS_MOST, frozenset({EventKind.METRICS})
         )
-    return folded(partial(drills.drill, story), metrics)
+    return await context.folded(partial(drills.drill, story), metrics)
 
 
 # ---------------------------------------------------------------- profiles
@@ -198,7 +197,7 @@ async def get_trace(
 
 async def _all(context: ApiContext, run: RunRow) -> list[Profile]:
     events = await context.database_call(context.events.of_kinds, run.id, drills.PROFILE_KINDS)
-    return folded(drills.profiles, events)
+    return await context.folded(drills.profiles, events)
 
 
 # ---------------------------------------------------------------- rank orders
@@ -217,7 +216,7 @@ async def recorded(
         raise invalid_request(
             "rank", msg=f"run {run.id} has ranks 0 to {run.world_size - 1}, not {data['rank']}"
         )
-    return await context.database_call(record, context.database, run, order, data, now)
+    return await context.database_write(record, context.database, run, order, data, now)
 
 
 # ---------------------------------------------------------------- stacks
@@ -245,7 +244,7 @@ async def order_stacks(run: RunRow, context: ApiContext) -> StackReport:
     """Request the stacks of a run's ranks. Raises 409 if it is not training."""
     now = context.clock()
     data = {"id": new_id("stk", now)}
-    event = await context.database_call(record, context.database, run, STACKS, data, now)
+    event = await context.database_write(record, context.database, run, STACKS, data, now)
     order = StackOrder(event.data["id"], run.attempt)
     await context.storage_call(RunDir(context.storage, run.id).order_stacks, run.submission, order)
     return stack_reports([event])[0]
@@ -261,7 +260,7 @@ async def list_stacks(run: VisibleRun, context: Context) -> Page[StackReport]:
 async def newest_stacks(run: RunRow, context: ApiContext) -> list[StackReport]:
     """Return the newest reports on what a run's ranks did, newest first."""
     events = await context.database_call(context.events.of_kinds, run.id, STACK_KINDS)
-    return folded(stack_reports, events)[: -MOST_REPORTS - 1 : -1]
+    return (await context.folded(stack_reports, events))[: -MOST_REPORTS - 1 : -1]
 
 
 # ---------------------------------------------------------------- orders
@@ -347,16 +346,19 @@ def not_training(run: RunRow, order: RankOrder) -> TransitionConflict:
 
 def _waiting(connection: Connection, run_id: str, order: RankOrder, now: float) -> str | None:
     """Return the id of the last request, if it was not taken up yet and may still be."""
-    kinds = (order.requested, *order.taken_up)
-    query = select(events.c.kind, events.c.at, events.c.data).where(
-        events.c.run_id == run_id, events.c.kind.in_(kinds)
+    mine = events.c.run_id == run_id
+    requested = (
+        select(events.c.seq, events.c.at, events.c.data)
+        .where(mine, events.c.kind == order.requested)
+        .order_by(events.c.seq.desc())
+        .limit(1)
     )
-    newest: tuple[str, float] | None = None
-    for kind, at, data in connection.execute(query.order_by(events.c.seq)):
-        if kind == order.requested:
-            newest = data["id"], at
-        elif newest is not None and data["id"] == newest[0]:
-            newest = None
-    if newest is None or now - past(newest[1], now) >= TAKE_UP_S:
+    newest = connection.execute(requested).one_or_none()
+    if newest is None or now - past(newest.at, now) >= TAKE_UP_S:
         return None
-    return newest[0]
+    later = select(events.c.data).where(
+        mine, events.c.kind.in_(order.taken_up), events.c.seq > newest.seq
+    )
+    wanted = str(newest.data.get("id"))
+    taken = any(str(data.get("id")) == wanted for data in connection.execute(later).scalars())
+    return None if taken else wanted

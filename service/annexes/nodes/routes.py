@@ -110,7 +110,7 @@ async def _mark(
     if found.state == "DEAD" and state != "open":
         raise ApiProblem(409, "conflict", f"node {node_id} is dead; only live nodes can be marked")
     marks = NodeMarkStore(context.database, context.clock)
-    row = await context.database_call(
+    row = await context.database_write(
         marks.mark,
         node_id,
         state,

@@ -214,7 +214,7 @@ async def _record(request: Request, context: ApiContext, caller: Principal, stat
         caller.role,
         status=status,
     )
-    await context.database_call(context.audit.complete, entry)
+    await context.database_write(context.audit.complete, entry)
 
 
 class RelayedResponse(StreamingResponse):

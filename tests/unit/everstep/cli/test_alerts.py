@@ -18,7 +18,11 @@ from tests.support.scripted_http import scripted
 @asynccontextmanager
 async def sending(api: ApiService) -> AsyncIterator[None]:
     """A reconciler that sends, and does nothing else."""
-    stores = DeliveryStore(api.database, api.clock), IncidentStore(api.database, api.clock)
+    stores = (
+        DeliveryStore(api.database, api.clock),
+        IncidentStore(api.database, api.clock),
+        api.context.events,
+    )
     sender = AlertSender(*stores, api.context.notify, clock=api.clock)
 
     async def send() -> None:

@@ -3,16 +3,22 @@ among them the page with the button that cancels it, and the rest of its history
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from everstep.wire.alerts import AlertRequest
 from everstep.wire.events import EventKind
+from service.annexes.alerts.routes import store_of
 from service.annexes.nodes.store import NodeMarkStore
+from service.db.audit import NotificationStore
 from service.figures import RunFigures
 from service.model.rows import EventRow
-from service.projections import checkpoints
+from service.projections import checkpoints, handlers
 from service.projections.handlers import folded
+from service.submission_rules.packages import NotifyRule
 from tests.support.api_service import NOON, ApiService, Journal
 from tests.support.page_text import fail
 from tests.support.projected_events import committed, event, run_row
@@ -73,6 +79,44 @@ async def test_every_page_works_and_the_rest_is_there(api: ApiService, what: str
     assert [(each["world_size"], len(each["workers"])) for each in found][:1] == [(2, 2)]
 
 
+async def test_no_history_is_folded_in_the_event_loop_or_while_the_database_is_locked(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A history may be so long, or so forged, that its folds take seconds."""
+    places: set[str] = set()
+    fits = handlers._fits
+
+    def watched(*given: Any) -> bool:
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            places.add("event loop")
+        if api.database._writer.locked():
+            places.add("write transaction")
+        places.add("folded")
+        return fits(*given)
+
+    monkeypatch.setattr(handlers, "_fits", watched)
+    api.context.notify = NotifyRule(frozenset({"https://hooks.example.org"}), "s" * 32)
+    browser = await Browser.logged_in(api, api.token("admin"))
+    alert = {"name": "a", "format": "json", "url": "https://hooks.example.org/x"}
+    for when in ("straggler", "finished"):
+        store_of(api.context).create(AlertRequest(**alert, when=when), "tok")
+    run_id, journal = await api.running(notify={"url": "https://hooks.example.org"})
+    forged = fail(journal, exception="KeyError: 'a'", evidence={"pairs": "xxxx"})
+    api.apply(run_id, [forged, *(journal.event(kind, **data) for kind, data in FORGED.values())])
+    for name in (*SUBJECTS, *LISTS):
+        await api.http.get(f"/v1/runs/{run_id}/{name}")
+    for name in PAGES:
+        await browser.http.get(f"/runs/{run_id}{name}")
+    assert places == {"folded"}
+    places.clear()
+    ended = journal.event(EventKind.FINISHED, outcome="failed", reason=None, step=2)
+    api.apply(run_id, [ended])
+    assert (await api.get(f"/v1/runs/{run_id}"))["status"] == "FAILED"
+    [notice] = NotificationStore(api.database, api.clock).due()
+    assert places == set() and notice.run_id == run_id
+
+
 async def test_one_run_does_not_end_the_care_for_all_nodes(api: ApiService) -> None:
     for changed in ({"first_rank": {"a": 1}}, {"evidence": {"kind": [1]}}, {"evidence": 5}, {}):
         run_id, journal = await api.running()
@@ -91,8 +135,10 @@ def test_figures_count_what_fits() -> None:
 
 def test_only_what_does_not_fit_is_left_out() -> None:
     bad = [event(EventKind.EVALUATED, step={"a": 1}, metrics={}) for _ in range(50)]
-    late = event(EventKind.RESTORED, rejected=[])  # fits as long as there is no checkpoint
-    rows = [committed(10), *bad, committed(20), late, committed(30)]
+    plain = committed(10)
+    del plain.data["metrics"]
+    late = event(EventKind.EVALUATED, step=10, metrics=5)  # fits as long as no checkpoint needs it
+    rows = [plain, *bad, committed(20), late, committed(30)]
 
     read: list[int] = []
 
@@ -102,6 +148,6 @@ def test_only_what_does_not_fit_is_left_out() -> None:
 
     assert folded(steps, rows) == [10, 20, 30]
     read.clear()
-    many = [committed(10)] * 3000
+    many = [plain] * 3000
     assert folded(steps, [*many, *[late] * 50]) == [], "within bounded time"
     assert sum(read) < 12 * len(many)

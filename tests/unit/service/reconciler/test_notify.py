@@ -17,6 +17,7 @@ from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from service.db.audit import NotificationStore
 from service.db.engine import Database
+from service.db.events import EventStore
 from service.db.runs import RunStore
 from service.reconciler.webhook_sender import GIVE_UP_S, Notifier
 from service.settings import Settings
@@ -59,7 +60,8 @@ def ended_run(runs: RunStore) -> Callable[..., str]:
 def notifier(
     database: Database, clock: ManualClock, receiver: Receiver, rule: NotifyRule = RULE
 ) -> Notifier:
-    return Notifier(NotificationStore(database, clock), rule, clock, httpx.MockTransport(receiver))
+    stores = NotificationStore(database, clock), EventStore(database, clock)
+    return Notifier(*stores, rule, clock, httpx.MockTransport(receiver))
 
 
 async def test_an_end_is_told_once_and_signed(

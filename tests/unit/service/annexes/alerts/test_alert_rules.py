@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.wire import TERMINAL_STATUSES, RunStatus
+from everstep.wire import TERMINAL_STATUSES, RunStatus, Straggler
 from everstep.wire.alerts import AlertWhen
 from service.annexes.alerts.rules import HOUR_S, AlertFacts, IncidentChanges, changes, holding
+from service.model.rows import to_time
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,28 @@ RULES = (
     Rule("stalled", stalled_s=600.0),
 )
 STATUSES = sorted(RunStatus)
+
+
+def slow(rank: int) -> Straggler:
+    return Straggler(
+        at=to_time(0.0),
+        attempt=1,
+        rank=rank,
+        node_id="n",
+        step=1,
+        own_s=0.2,
+        peers_s=0.1,
+        skew=2.0,
+        ended_at=None,
+    )
+
+
 times = st.floats(0, 3 * HOUR_S)
 facts = st.builds(
     AlertFacts,
     st.sampled_from(STATUSES),
     st.lists(times, max_size=5).map(tuple),
-    st.frozensets(st.integers(0, 3), max_size=3),
+    st.frozensets(st.integers(0, 3), max_size=3).map(lambda ranks: tuple(map(slow, ranks))),
     st.none() | times,
 )
 courses = st.lists(st.tuples(facts, st.floats(0, HOUR_S)), max_size=12)
@@ -81,7 +98,7 @@ def test_recoveries_count_for_an_hour(most: int, ages: list[float]) -> None:
 
 def test_each_slow_rank_is_an_incident_of_its_own() -> None:
     rule = Rule("straggler")
-    found = AlertFacts(RunStatus.RUNNING, slow_ranks=frozenset({1, 3}))
+    found = AlertFacts(RunStatus.RUNNING, slow=(slow(1), slow(3)))
     change = changes(rule, found, 0.0, frozenset({"rank 1", "rank 2"}))
     assert change == IncidentChanges(("rank 3",), ("rank 2",))
 

@@ -12,7 +12,11 @@ from tests.support.web_browser import Browser
 
 
 async def send_due(api: ApiService) -> None:
-    stores = DeliveryStore(api.database, api.clock), IncidentStore(api.database, api.clock)
+    stores = (
+        DeliveryStore(api.database, api.clock),
+        IncidentStore(api.database, api.clock),
+        api.context.events,
+    )
     await AlertSender(*stores, api.context.notify, clock=api.clock).work()
 
 

@@ -77,7 +77,11 @@ class World:
         return self.alerts.create(wanted, "tok_test")
 
     async def send(self, rule: NotifyRule | None = None) -> None:
-        stores = DeliveryStore(self.database, self.clock), IncidentStore(self.database, self.clock)
+        stores = (
+            DeliveryStore(self.database, self.clock),
+            IncidentStore(self.database, self.clock),
+            self.events,
+        )
         url = "https://everstep.example"
         await AlertSender(*stores, rule or self.rule, None, url, self.clock).work()
 
