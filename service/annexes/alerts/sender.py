@@ -26,6 +26,7 @@ from service.annexes.alerts import formats
 from service.annexes.alerts.rules import with_failure
 from service.annexes.alerts.store import DeliveryStore, IncidentStore
 from service.annexes.alerts.tables import AlertRow, DeliveryRow
+from service.db.engine import DatabaseError
 from service.db.events import EventStore
 from service.model.provider_rule import MailServer
 from service.model.rows import past
@@ -94,13 +95,10 @@ class AlertSender:
         if now - past(self._pruned_at, now) >= PRUNE_S:
             self._pruned_at = now
             await asyncio.to_thread(self._deliveries.prune)
-        due = await asyncio.to_thread(self._due)
+        due = await asyncio.to_thread(self._deliveries.due)
         if due:
             async with client(self._transport) as http:
                 await asyncio.gather(*(self._try(http, *each) for each in due))
-
-    def _due(self) -> list[tuple[DeliveryRow, AlertRow]]:
-        return [(self._completed(delivery), alert) for delivery, alert in self._deliveries.due()]
 
     def _completed(self, delivery: DeliveryRow) -> DeliveryRow:
         """Return a message with the run's failures, before its first try."""
@@ -112,7 +110,10 @@ class AlertSender:
 
     async def _try(self, http: httpx.AsyncClient, delivery: DeliveryRow, alert: AlertRow) -> None:
         try:
+            delivery = await asyncio.to_thread(self._completed, delivery)
             outcome = await self._sent(http, delivery, alert)
+        except DatabaseError:
+            raise
         except Exception as exc:  # One message that cannot be made must not hold up the others.
             log.exception("a message of an alert could not be made", alert_id=alert.id)
             outcome = Outcome(f"the message could not be made: {type(exc).__name__}")
