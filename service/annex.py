@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from fastapi import APIRouter
-    from pydantic import BaseModel
     from sqlalchemy import Connection, Select, Table
 
     from everstep.spec.run_spec import RunSpec
@@ -51,19 +50,6 @@ class PageLink:
     place: int
     """Entries are shown in this order."""
     role: Role = "viewer"
-
-
-@dataclass(frozen=True)
-class FollowUps:
-    """Requests that may follow a POST, for OpenAPI's links."""
-
-    path: str
-    status: str
-    """The status of the POST's answer."""
-    parameters: Mapping[str, str]
-    """Each parameter of the next requests, and where the answer has its value."""
-    targets: tuple[tuple[str, str], ...]
-    """Method and path of the next requests."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +101,6 @@ class Annex:
 
     routers: tuple[APIRouter, ...] = ()
     """Routes of the API."""
-    bodies: tuple[type[BaseModel], ...] = ()
-    """Models of bodies that these routes read themselves, for OpenAPI."""
-    follow_ups: tuple[FollowUps, ...] = ()
-
     pages: tuple[APIRouter, ...] = ()
     """Routes of pages. They are asked before those of the core."""
     navigation: tuple[PageLink, ...] = ()

@@ -1,7 +1,7 @@
 """Authentication: bearer tokens, roles, and the local admin token. There is no anonymous access.
 
-Routes name the role that they need as a dependency, so that a caller without it is refused before
-anything else of the request is read.
+Routes name the role that they need as a dependency: a caller without it is refused before the
+request is checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.requests import HTTPConnection
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem, not_found
 from service.db.audit import current_entry
-from service.db.tokens import Holder, SeenRun, TokenStore
+from service.db.tokens import Holder, TokenStore
 from service.model.rows import RANK, Role, TokenRow
 from service.model.run_rows import RunRow
 from storage.files.protocol import draft_beside
@@ -76,23 +76,19 @@ class Principal:
             )
 
 
-Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
+async def authenticated(request: Request) -> None:
+    """Find the caller of a request, for ``Caller``. Raises 401 without a valid token, 429 above the
+    rate limit."""
+    given = await bearer(request)
+    secret = "" if given is None else given.credentials
+    request.state.caller = await caller_with(request, request.app.state.context, secret)
 
 
-async def principal(request: Request, context: Context, credentials: Credentials) -> Principal:
-    """Return the caller of a request. Raises 401 without a valid token, 429 above the rate
-    limit."""
-    secret = _secret(credentials)
-    found = None if secret is None else await context.database_call(context.tokens.find, secret)
+async def caller_with(request: Request, context: ApiContext, secret: str) -> Principal:
+    """Return the caller whose token this is. Raises as ``authenticated``."""
+    known = secret if secret.isascii() else ""
+    found = await context.database_call(context.tokens.find, known) if known else None
     return admitted(request, context, found)
-
-
-def _secret(credentials: HTTPAuthorizationCredentials | None) -> str | None:
-    return (
-        credentials.credentials
-        if credentials is not None and credentials.credentials.isascii()
-        else None
-    )
 
 
 def admitted(
@@ -140,6 +136,14 @@ def admitted(
     )
 
 
+async def principal(
+    request: Request, _: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
+) -> Principal:
+    """Return the caller, whom the route has authenticated."""
+    caller: Principal = request.state.caller
+    return caller
+
+
 Caller = Annotated[Principal, Depends(principal)]
 
 
@@ -173,23 +177,6 @@ async def visible_run(run_id: RunPath, context: Context, caller: Caller) -> RunR
 
 
 VisibleRun = Annotated[RunRow, Depends(visible_run)]
-
-
-async def seen_run(
-    run_id: RunPath, request: Request, context: Context, credentials: Credentials
-) -> SeenRun:
-    """Return the run in the path with its transitions, and authenticate, in one query."""
-    secret = _secret(credentials)
-    token, found = (None, None)
-    if secret is not None:
-        token, found = await context.database_call(context.tokens.find_with_run, secret, run_id)
-    caller = admitted(request, context, token)
-    if found is None or not caller.reaches(found[0].project):
-        raise not_found(f"run {run_id} does not exist")
-    return found
-
-
-SeenRunOfPath = Annotated[SeenRun, Depends(seen_run)]
 
 
 async def controlled_run(run: VisibleRun, caller: Caller) -> RunRow:

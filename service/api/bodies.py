@@ -1,4 +1,4 @@
-"""Bodies of requests and answers: specs, JSON, parts of files, streams of bytes."""
+"""Requests and answers of the API's routes: who asks, bodies in JSON, parts of files, streams."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio
 import anyio.lowlevel
-from fastapi import Request
+from fastapi import APIRouter, Body, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ValidationError
+from fastapi.routing import APIRoute, get_request_handler
+from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, core_schema
 from starlette.concurrency import iterate_in_threadpool
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everstep.errors import FieldError
 from everstep.spec import plain_text
 from everstep.spec.parsing import few, field_errors
 from everstep.text.words import closest
-from service.api.auth import bearer, principal
+from service.api.auth import authenticated, bearer
 from service.api.problems import ApiProblem
 
 if TYPE_CHECKING:
@@ -50,30 +53,6 @@ async def validated(parse: Callable[[Any], T], raw: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_validators, parse, raw)
 
 
-async def read_model(model: type[M], request: Request) -> M:
-    """Return the request's body as ``model``. Raises 422 with one entry for each fault, and as
-    ``read_json``."""
-    return await validated(partial(parse_model, model), await read_json(request))
-
-
-def optional_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
-    """Return a dependency that reads the request's body as ``read_model``; without a body, or
-    with ``null``, it is the model's defaults.
-
-    FastAPI would parse a body that is a parameter before it looks at the caller.
-    """
-
-    async def read(request: Request) -> M:
-        body = await _read_limited(request)
-        if not body.strip():
-            return model()
-        _check_content_type(request.headers.get("content-type"))
-        raw = await _json_value(body)
-        return await validated(partial(parse_model, model), {} if raw is None else raw)
-
-    return read
-
-
 def parse_model(model: type[M], raw: Any) -> M:
     """Return a JSON value as ``model``. Raises 422 with one entry for each fault."""
     try:
@@ -89,32 +68,112 @@ def _invalid(faults: Sequence[FieldError]) -> ApiProblem:
     return ApiProblem(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
 
 
-async def read_json(request: Request) -> Any:
-    """Return the request's JSON value.
+# ---------------------------------------------------------------- routes
 
-    NaN and Infinity pass: the spec's own check names their field. Raises 400, 413 or 415.
-    """
-    _check_content_type(request.headers.get("content-type"))
-    return await _json_value(await _read_limited(request))
+# FastAPI reads a body before it calls dependencies. A request is answered 401, then 403 and 404,
+# then what is wrong with its body, so the dependencies are called once more, before.
+
+_OF_LISTS: Final = {"limit", "cursor"}
+"""Parameters that clients send with every list, also with one that is always a single page."""
 
 
-async def _json_value(body: bytes) -> Any:
-    try:
-        value = await validated(_parsed, body) if len(body) > _SMALL_BYTES else _parsed(body)
-    except RecursionError as exc:
-        raise _too_deep() from exc
-    except UnicodeDecodeError as exc:
-        raise ApiProblem(
-            400, "malformed_json", f"the body is not UTF-8: {exc.reason} at byte {exc.start}"
-        ) from exc
-    except ValueError as exc:
-        raise ApiProblem(400, "malformed_json", f"the body is not JSON: {exc}") from exc
-    return value
+class ApiRoute(APIRoute):
+    """A route of the API: its caller has a token, unless the route needs none; its query has no
+    unknown parameters; its body is JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        needs_token = any(each is bearer for each in _calls(self.dependant))
+        has_body = self.body_field is not None
+        allow = get_request_handler(replace(self.dependant, call=_allowed, body_params=[]))
+
+        async def checked(request: Request) -> Response:
+            if needs_token:
+                await authenticated(request)
+            if request.scope["query_string"]:
+                _refuse_unknown_query(request, self.dependant)
+            if has_body:
+                await allow(request)
+                request = JsonRequest(request)
+                await request.read()
+            return await handle(request)
+
+        return checked
+
+
+async def _allowed(**_dependencies: object) -> Response:
+    return Response()
+
+
+class ApiRouter(APIRouter):
+    """Routes of the API under one prefix and tag."""
+
+    def __init__(self, prefix: str, tag: str) -> None:
+        super().__init__(prefix=prefix, tags=[tag], route_class=ApiRoute)
+
+
+class JsonRequest(Request):
+    """A request whose body is JSON."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.scope, request.receive)
+        self._is_required = request.scope["route"].body_field.field_info.is_required()
+        self._media_type = request.headers.get("content-type")
+        # FastAPI calls ``json`` for this type only
+        kept = [each for each in request.headers.raw if each[0] != b"content-type"]
+        self._headers = Headers(raw=[*kept, (b"content-type", b"application/json")])
+        self._value: Any = None
+
+    async def read(self) -> None:
+        """Read everything. Raises 400, 413 or 415."""
+        body = await super().body()
+        if body.strip() or self._is_required:
+            _check_media_type(self._media_type)
+            is_small = len(body) <= _SMALL_BYTES
+            self._value = _parsed(body) if is_small else await validated(_parsed, body)
+        if self._value is None and self._is_required:
+            self._value = []  # ``null`` is no object, and to FastAPI it is no body
+
+    async def body(self) -> bytes:
+        return b"" if self._value is None else b"."
+
+    async def json(self) -> Any:
+        return self._value
+
+
+class Parsed:
+    """Marks a body that is checked as its type: ``Annotated[DrillRequest, Parsed(), Body()]``."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            lambda raw, _: parse_model(kind, raw), handler(kind)
+        )
+
+
+class AsWritten:
+    """Marks a body that the route checks itself, and only documents as its type."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(lambda raw, _: raw, handler(kind))
+
+
+def example(value: dict[str, Any]) -> Any:
+    """Return FastAPI's declaration of a body with this example."""
+    return Body(openapi_examples={"example": {"value": value}})
 
 
 def _parsed(body: bytes) -> Any:
-    value = json.loads(body.decode())
-    check_shape(value)
+    """Return the JSON value. NaN and Infinity pass: the spec's own check names their field."""
+    try:
+        value = json.loads(body.decode())
+        check_shape(value)
+    except RecursionError as exc:
+        raise _too_deep() from exc
+    except UnicodeDecodeError as exc:
+        detail = f"the body is not UTF-8: {exc.reason} at byte {exc.start}"
+        raise ApiProblem(400, "malformed_json", detail) from exc
+    except ValueError as exc:
+        raise ApiProblem(400, "malformed_json", f"the body is not JSON: {exc}") from exc
     return value
 
 
@@ -125,7 +184,7 @@ def content_sha256(value: Any) -> str:
     ).hexdigest()
 
 
-def _check_content_type(content_type: str | None) -> None:
+def _check_media_type(content_type: str | None) -> None:
     media_type = (content_type or "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
@@ -135,18 +194,6 @@ def _check_content_type(content_type: str | None) -> None:
             "unsupported_media_type",
             f"send the body as application/json, not {media_type[:80]!r}",
         )
-
-
-async def _read_limited(request: Request) -> bytes:
-    """Return the body, holding no more than the limit in memory."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiProblem(
-                413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes; send less"
-            )
-    return bytes(body)
 
 
 def check_shape(value: Any) -> int:
@@ -177,15 +224,48 @@ def _too_deep() -> ApiProblem:
     return ApiProblem(400, "too_deep", f"the body is nested more than {MAX_DEPTH} levels deep")
 
 
-# ---------------------------------------------------------------- request shape
+def _refuse_unknown_query(request: Request, dependant: Dependant) -> None:
+    """Raise 422 for a query parameter that the route does not have: a typing error would otherwise
+    look like a filter that matches everything."""
+    names = set(_query_names(dependant))
+    known = sorted(names)
+    if request.method == "GET":
+        names |= _OF_LISTS
+    faults = [
+        FieldError((name,), _unknown(name, known))
+        for name in request.query_params
+        if name not in names
+    ]
+    if faults:
+        raise _invalid(faults)
 
-# What every route does alike with a request: HEAD as GET, and only known query parameters.
+
+def _unknown(name: str, known: list[str]) -> str:
+    if not known:
+        return "is not a query parameter of this route, which has none; remove it"
+    close = closest(name, known)
+    hint = f"did you mean {close}?" if close else f"use {', '.join(known)}"
+    return f"is not a query parameter of this route; {hint}"
+
+
+def _calls(dependant: Dependant) -> Iterator[object]:
+    for each in dependant.dependencies:
+        yield each.call
+        yield from _calls(each)
+
+
+def _query_names(dependant: Dependant) -> Iterator[str]:
+    yield from (field.alias for field in dependant.query_params)
+    for each in dependant.dependencies:
+        yield from _query_names(each)
+
+
+# ---------------------------------------------------------------- head
+
+# HEAD as GET, without the body.
 
 _RELAYED: Final = "/ray/"
 """Paths whose HEAD is passed on to Ray, which answers it itself."""
-
-_OF_LISTS: Final = {"limit", "cursor"}
-"""Parameters that clients send with every list, also with one that is always a single page."""
 
 
 class HeadMiddleware:
@@ -212,49 +292,6 @@ class HeadMiddleware:
                     await anyio.lowlevel.checkpoint()
 
             await self._app({**scope, "method": "GET"}, receive, send_head)
-
-
-async def refuse_unknown_query(request: Request) -> None:
-    """Raise 422 for a query parameter that the route does not have: a typing error would otherwise
-    look like a filter that matches everything. Without a valid token raise 401, as the route."""
-    if not request.scope["query_string"]:
-        return
-    dependant = request.scope["route"].dependant
-    names = set(_query_names(dependant))
-    known = sorted(names)
-    if request.method == "GET":
-        names |= _OF_LISTS
-    faults = [
-        FieldError((name,), _unknown(name, known))
-        for name in request.query_params
-        if name not in names
-    ]
-    if faults:
-        if any(each is bearer for each in _calls(dependant)):
-            await principal(request, request.app.state.context, await bearer(request))
-        raise ApiProblem(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    if not known:
-        return "is not a query parameter of this route, which has none; remove it"
-    close = closest(name, known)
-    hint = f"did you mean {close}?" if close else f"use {', '.join(known)}"
-    return f"is not a query parameter of this route; {hint}"
-
-
-def _calls(dependant: Dependant) -> Iterator[object]:
-    """Yield what the route calls before its function; the check of the query is not its own."""
-    for each in dependant.dependencies:
-        if each.call is not refuse_unknown_query:
-            yield each.call
-            yield from _calls(each)
-
-
-def _query_names(dependant: Dependant) -> Iterator[str]:
-    yield from (field.alias for field in dependant.query_params)
-    for each in dependant.dependencies:
-        yield from _query_names(each)
 
 
 # ---------------------------------------------------------------- byte range

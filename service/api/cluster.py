@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fastapi import APIRouter
-
 from everstep.spec.run_spec import spec_schema
 from everstep.spec.tasks import Catalog, catalog
 from everstep.wire import ClusterInfo, Node
 from everstep.wire.cluster import StorageAdoption, StorageStatus
 from service.api.auth import Administrator, Caller, Principal
+from service.api.bodies import ApiRouter
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.cluster.cluster_view import with_mark
@@ -21,7 +20,7 @@ from service.model.run_rows import RunRow
 from service.projections.goodput import WorkLedger
 from service.storage_identity import adopt_storage, storage_status
 
-router: Final = APIRouter(prefix="/v1", tags=["cluster"])
+router: Final = ApiRouter("/v1", "cluster")
 _CATALOG: Final = catalog()
 _SCHEMA: Final = spec_schema()
 
@@ -113,7 +112,7 @@ async def with_marks_and_runs(
 
 # Routes of the storage that the database belongs to; for administrators.
 
-storage_router: Final = APIRouter(prefix="/v1/storage", tags=["administration"])
+storage_router: Final = ApiRouter("/v1/storage", "administration")
 
 
 @storage_router.get(

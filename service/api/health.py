@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Final, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everstep.wire import Answer, Readiness, RunStatus
 from service.api.auth import Caller
+from service.api.bodies import ApiRouter
 from service.api.context import ApiContext, Context
-from service.api.openapi import problem_answers
+from service.api.openapi import UNFIT_QUERY, problem_answers
 from service.api.problems import RETRY_AFTER_S, ApiProblem
 
-router: Final = APIRouter(tags=["health"])
+router: Final = ApiRouter("", "health")
 
 
 class Liveness(Answer):
@@ -27,7 +28,7 @@ class Liveness(Answer):
     status: Literal["alive"]
 
 
-@router.get("/healthz", summary="Whether the service lives")
+@router.get("/healthz", summary="Whether the service lives", responses=UNFIT_QUERY)
 async def healthz() -> Liveness:
     return Liveness(status="alive")
 
@@ -36,7 +37,8 @@ async def healthz() -> Liveness:
     "/readyz",
     summary="Whether the service can work",
     responses={
-        503: {"model": Readiness, "description": "The database or the storage is unavailable."}
+        **UNFIT_QUERY,
+        503: {"model": Readiness, "description": "The database or the storage is unavailable."},
     },
 )
 async def readyz(response: Response, context: Context) -> Readiness:

@@ -1,19 +1,14 @@
-"""Additions to FastAPI's OpenAPI document: problems, the spec as a body, streams."""
+"""Additions to FastAPI's OpenAPI document: problems, links, streams."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Query
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
-from everstep.spec.run_spec import RunSpec
-from everstep.wire import Problem, RunChange
-from service.annex import Annex, FollowUps
+from everstep.wire import Problem, ProblemError
 from service.api import problems, streams
 
 _REF: Final = "#/components/schemas/{model}"
@@ -37,40 +32,6 @@ _MEANINGS: Final = {
     503: "Database or storage is unavailable; retry after `Retry-After` seconds.",
 }
 
-SPEC_BODY: Final[dict[str, Any]] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": _REF.format(model="RunSpec")},
-                "example": {
-                    "name": "digits-resnet",
-                    "task": {
-                        "name": "image_classification",
-                        "model": {"name": "mini_resnet", "args": {"width": 16}},
-                        "data": {"name": "digits", "args": {}},
-                    },
-                    "train": {"epochs": 5},
-                    "scaling": {"min_workers": 1, "max_workers": 2},
-                },
-            }
-        },
-    }
-}
-
-
-def json_body(model: str, example: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
-    """Return the documentation of a body that a route parses itself."""
-    schema: dict[str, Any] = {"$ref": _REF.format(model=model)}
-    if not required:
-        schema = {"anyOf": [schema, {"type": "null"}]}
-    content = {"application/json": {"schema": schema, "example": example}}
-    return {"requestBody": {"required": required, "content": content}}
-
-
-CHANGE_BODY: Final = json_body("RunChange", {"notes": "diverges with warmup below 100"})
-
-
 CreateProject = Annotated[
     bool,
     Query(description="Create the project if it does not exist; otherwise that is an error."),
@@ -88,25 +49,24 @@ def operation_id(route: APIRoute) -> str:
 Responses = dict[int | str, dict[str, Any]]
 
 
+def followed_by(parameter: str, value: str, *operations: str) -> dict[str, Any]:
+    """Return OpenAPI's links from an answer: requests that may follow, by the names of their
+    routes, and where the answer has the value of their ``parameter``."""
+    given = {parameter: f"$response.body#/{value}"}
+    return {"links": {name: {"operationId": name, "parameters": given} for name in operations}}
+
+
 def problem_answers(*statuses: int) -> Responses:
-    """Return the documented problems of a route; every route has 401, 429 and 503."""
+    """Return the documented problems of a route; every route has 401, 422, 429 and 503."""
     schema = {"schema": {"$ref": _REF.format(model="Problem")}}
     return {
         status: {"description": _MEANINGS[status], "content": {problems.MEDIA_TYPE: schema}}
-        for status in sorted({401, 429, 503, *statuses})
+        for status in sorted({401, 422, 429, 503, *statuses})
     }
 
 
-def _drop_default_validation_errors(schema: dict[str, Any]) -> None:
-    """Remove FastAPI's default 422, which it adds to routes that declare none; this service never
-    sends it."""
-    for methods in schema["paths"].values():
-        for operation in methods.values():
-            content = operation["responses"].get("422", {}).get("content", {})
-            if "HTTPValidationError" in str(content.get("application/json", "")):
-                del operation["responses"]["422"]
-    for name in ("HTTPValidationError", "ValidationError"):
-        schema["components"]["schemas"].pop(name, None)
+UNFIT_QUERY: Final[Responses] = {422: problem_answers()[422]}
+"""The only problem of routes that need no token."""
 
 
 def _suit_generators(node: Any) -> None:
@@ -128,86 +88,21 @@ def _suit_generators(node: Any) -> None:
             _suit_generators(each)
 
 
-_RUN: Final = {"run_id": "$response.body#/id"}
-_FOLLOW_UPS: Final = (
-    FollowUps(
-        "/v1/runs",
-        "201",
-        _RUN,
-        (
-            ("get", "/v1/runs/{run_id}"),
-            ("get", "/v1/runs/{run_id}/spec"),
-            ("get", "/v1/runs/{run_id}/events"),
-            ("get", "/v1/runs/{run_id}/goodput"),
-            ("post", "/v1/runs/{run_id}/cancel"),
-            ("post", "/v1/runs/{run_id}/pause"),
-            ("delete", "/v1/runs/{run_id}"),
-        ),
-    ),
-    FollowUps(
-        "/v1/runs/{run_id}/pause",
-        "202",
-        _RUN,
-        (("post", "/v1/runs/{run_id}/resume"), ("post", "/v1/runs/{run_id}/cancel")),
-    ),
-    FollowUps(
-        "/v1/runs/{run_id}/cancel",
-        "202",
-        _RUN,
-        (("delete", "/v1/runs/{run_id}"), ("post", "/v1/runs/{run_id}/resume")),
-    ),
-)
-
-
-def _add_parameter_problems(schema: dict[str, Any]) -> None:
-    """Add 422 to every route, all of which refuse unknown query parameters, and 400 and 413 to
-    every route with a body."""
-    for methods in schema["paths"].values():
-        for operation in methods.values():
-            wrong = [422] + [400, 413] * bool(operation.get("requestBody"))
-            for status in wrong:
-                operation["responses"].setdefault(str(status), problem_answers(status)[status])
-
-
-def _add_links(schema: dict[str, Any], follow_ups: Iterable[FollowUps]) -> None:
-    paths = schema["paths"]
-    for each in follow_ups:
-        links = paths[each.path]["post"]["responses"][each.status].setdefault("links", {})
-        for method, target in each.targets:
-            operation = paths[target][method]
-            links[operation["summary"]] = {
-                "operationId": operation["operationId"],
-                "parameters": dict(each.parameters),
-            }
-
-
-def install(app: FastAPI, annexes: Sequence[Annex]) -> None:
+def install(app: FastAPI) -> None:
     """Complete ``app.openapi``."""
-    models: list[type[BaseModel]] = [
-        RunSpec,
-        RunChange,
-        *(model for annex in annexes for model in annex.bodies),
-    ]
-    follow_ups = [*_FOLLOW_UPS, *(each for annex in annexes for each in annex.follow_ups)]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
-            _, definitions = models_json_schema(
-                [
-                    *((model, "validation") for model in models),
-                    (Problem, "serialization"),
-                ],
-                ref_template=_REF,
-            )
-            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            schemas.update(definitions["$defs"])
-            _drop_default_validation_errors(schema)
+            schemas = schema["components"]["schemas"]
+            schemas |= {
+                each.__name__: each.model_json_schema(mode="serialization", ref_template=_REF)
+                for each in (ProblemError, Problem)
+            }
+            schemas["Problem"].pop("$defs", None)
             _suit_generators(schemas)
-            _add_parameter_problems(schema)
-            _add_links(schema, follow_ups)
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -24,26 +24,18 @@ from service.db.audit import note_target
 from service.db.engine import Database, Store, replace_row
 from service.db.lease import random_id
 from service.db.projects import ensure_project
-from service.db.tables import runs, sessions, tokens
-from service.db.writer import STATUS_CHANGES, changes_of
-from service.model.rows import NAME_CHARS, Role, SessionRow, TokenKind, TokenRow, TransitionRow
-from service.model.run_rows import ListedRun
+from service.db.tables import sessions, tokens
+from service.model.rows import NAME_CHARS, Role, SessionRow, TokenKind, TokenRow
 
 PREFIX: Final = "evs_"
 SECRET_BYTES: Final = 32
 _BY_HASH: Final = TokenRow.select(tokens).where(tokens.c.sha256 == bindparam("sha256"))
-_WITH_RUN: Final = _BY_HASH.add_columns(
-    *ListedRun.select(runs).selected_columns, STATUS_CHANGES
-).select_from(tokens.outerjoin(runs, runs.c.id == bindparam("run_id")))
-_RUN_AT: Final = len(TokenRow.__dataclass_fields__)
 _STILL_VALID: Final = select(tokens.c.sha256).where(
     tokens.c.sha256.in_(bindparam("digests", expanding=True)),
     tokens.c.revoked_at.is_(None),
     or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > bindparam("now")),
 )
 _CHUNK: Final = 500
-SeenRun = tuple[ListedRun, list[TransitionRow]]
-"""A run and its transitions, oldest first, at the same time."""
 
 
 def new_secret() -> str:
@@ -215,18 +207,6 @@ class TokenStore(Store):
     def still_valid(self, digests: Iterable[str]) -> set[str]:
         """Return those of these SHA-256 that belong to valid tokens."""
         return valid_digests(self._database, _STILL_VALID, digests, self._clock())
-
-    def find_with_run(self, secret: str, run_id: str) -> tuple[TokenRow | None, SeenRun | None]:
-        """Return the token of a secret, and a run, in one query: most requests about a run need
-        only these."""
-        digest = sha256_of(secret)
-        with self._database.autocommit() as connection:
-            row = connection.execute(_WITH_RUN, {"sha256": digest, "run_id": run_id}).one_or_none()
-        token = None if row is None else self._accepted(TokenRow(*row[:_RUN_AT]), digest)
-        if row is None or token is None or row[_RUN_AT] is None:
-            return token, None
-        run = ListedRun.read(row[_RUN_AT:-1])
-        return token, (run, changes_of(run.id, row[-1]))
 
     def _accepted(self, row: TokenRow, digest: str) -> TokenRow | None:
         """Return the token if it is valid now."""

@@ -13,13 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import structlog
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 
 from everstep.supported import RAY, problem_here
 from service.annex import hooks_of
 from service.annexes.registry import ANNEXES
 from service.api import cluster, health, openapi, problems
-from service.api.bodies import HeadMiddleware, refuse_unknown_query
+from service.api.bodies import HeadMiddleware
 from service.api.context import ApiContext
 from service.api.guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
 from service.cluster.ray_jobs import RayError, RayJobs, RayRefused
@@ -67,8 +67,7 @@ def create_app(context: ApiContext) -> FastAPI:
     app.add_middleware(AddressMiddleware)
     app.add_middleware(health.LatencyMiddleware, figures=app.state.figures)
     problems.install(app)
-    openapi.install(app, context.annexes)
-    strict = [Depends(refuse_unknown_query)]
+    openapi.install(app)
     for router in (
         runs.router,
         history.router,
@@ -83,7 +82,7 @@ def create_app(context: ApiContext) -> FastAPI:
         runs.checks,
         *(router for annex in context.annexes for router in annex.routers),
     ):
-        app.include_router(router, dependencies=strict)
+        app.include_router(router)
     dashboard.install(app, context.annexes)
     return app
 

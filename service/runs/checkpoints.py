@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Header, Path, Query
+from fastapi import Header, Path, Query
 from fastapi.responses import StreamingResponse
 
 from everstep.wire import Checkpoint, Page
 from everstep.wire.events import EventFileInfo
 from service.api.auth import Caller, ControlledRun, VisibleRun
-from service.api.bodies import begun, blocks_of, download, requested_range
+from service.api.bodies import ApiRouter, begun, blocks_of, download, requested_range
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
@@ -23,7 +23,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.run_dir import RunDir
 
-router: Final = APIRouter(prefix="/v1/runs/{run_id}/checkpoints", tags=["checkpoints"])
+router: Final = ApiRouter("/v1/runs/{run_id}/checkpoints", "checkpoints")
 
 TAR: Final = "application/x-tar"
 
@@ -175,7 +175,7 @@ async def _find(context: ApiContext, run: RunRow, which: str) -> Checkpoint:
 
 # Routes of a run's TensorBoard files: list them, download them.
 
-tensorboard_router: Final = APIRouter(prefix="/v1/runs/{run_id}/tensorboard", tags=["runs"])
+tensorboard_router: Final = ApiRouter("/v1/runs/{run_id}/tensorboard", "runs")
 
 BINARY: Final = "application/octet-stream"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from everstep.wire import (
     Attempt,
@@ -26,6 +26,7 @@ from everstep.wire.events import EventKind, system_figure
 from service.api import streams
 from service.api.answers import Cursor, Limit, event_answer, position
 from service.api.auth import Caller, VisibleRun
+from service.api.bodies import ApiRouter
 from service.api.context import ApiContext, Context
 from service.api.openapi import STREAM, problem_answers
 from service.db.events import MIN_POINTS, Point
@@ -34,7 +35,7 @@ from service.projections import attempts, protection
 from service.projections.goodput import TimeLedger
 from service.runs.logs import with_last_lines
 
-router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
+router: Final = ApiRouter("/v1/runs/{run_id}", "history")
 
 EventLimit = Annotated[
     int, Query(ge=1, le=1000, description="Maximum events per page; streams have no limit.")
@@ -271,7 +272,7 @@ async def thinned(
 
 # Route of the goodput of all runs, by project.
 
-totals: Final = APIRouter(prefix="/v1", tags=["history"])
+totals: Final = ApiRouter("/v1", "history")
 
 
 @totals.get("/goodput", summary="Where the time of all runs went", responses=problem_answers(422))

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from everstep.wire import Failure, LogLine, Page, Verdict
 from service.api import streams
 from service.api.answers import Cursor, answer_of, position
 from service.api.auth import Caller, VisibleRun
+from service.api.bodies import ApiRouter
 from service.api.context import ApiContext, Context
 from service.api.log_views import POLL_S, LogView
 from service.api.openapi import STREAM, problem_answers
@@ -20,7 +21,7 @@ from storage.errors import StorageError
 from storage.logs.rank_logs import LoggedLine, last_rank_lines
 from storage.run_dir import RunDir
 
-router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
+router: Final = ApiRouter("/v1/runs/{run_id}", "history")
 
 _STREAM_LINES: Final = 500
 

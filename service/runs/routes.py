@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import Header, Query, Response
 from pydantic_core import to_json
 
 from everstep.spec.run_spec import RunSpec
@@ -28,22 +28,39 @@ from service.api.auth import (
     Caller,
     ControlledRun,
     Principal,
-    SeenRunOfPath,
     Submitter,
     VisibleRun,
 )
-from service.api.bodies import read_json, read_model
+from service.api.bodies import ApiRouter, AsWritten, Parsed, example
 from service.api.context import ApiContext, Context
-from service.api.openapi import CHANGE_BODY, SPEC_BODY, CreateProject, problem_answers
-from service.api.problems import invalid_request
+from service.api.openapi import CreateProject, followed_by, problem_answers
+from service.api.problems import invalid_request, not_found
 from service.db.run_lookup import OrderPlace, RunFilter, RunOrder
 from service.db.run_lookup import Place as AgePlace
 from service.model.run_rows import RunHead, RunRow
 from service.runs.submission import submitted, validated_spec
 from storage.run_dir import RunDir
 
-router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
-checks: Final = APIRouter(prefix="/v1", tags=["runs"])
+router: Final = ApiRouter("/v1/runs", "runs")
+checks: Final = ApiRouter("/v1", "runs")
+
+SpecBody = Annotated[
+    RunSpec,
+    AsWritten(),
+    example(
+        {
+            "name": "digits-resnet",
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet", "args": {"width": 16}},
+                "data": {"name": "digits", "args": {}},
+            },
+            "train": {"epochs": 5},
+            "scaling": {"min_workers": 1, "max_workers": 2},
+        }
+    ),
+]
+ChangeBody = Annotated[RunChange, Parsed(), example({"notes": "diverges with warmup below 100"})]
 
 
 @router.post(
@@ -53,14 +70,17 @@ checks: Final = APIRouter(prefix="/v1", tags=["runs"])
     response_model=Run,
     responses={
         200: {"model": Run, "description": "This Idempotency-Key has already created this run."},
+        201: followed_by(
+            *("run_id", "id", "get_run", "get_spec", "get_events", "get_goodput"),
+            *("cancel_run", "pause_run", "delete_run"),
+        ),
         **problem_answers(400, 403, 409, 413, 415, 422),
     },
-    openapi_extra=SPEC_BODY,
 )
 async def create_run(
     context: Context,
     caller: Submitter,
-    raw: Annotated[Any, Depends(read_json)],
+    raw: SpecBody,
     idempotency_key: Annotated[
         str | None,
         Header(
@@ -84,12 +104,11 @@ async def create_run(
     "/validate",
     summary="Check a spec",
     responses=problem_answers(400, 403, 413, 415, 422),
-    openapi_extra=SPEC_BODY,
 )
 async def validate_spec(
     context: Context,
     caller: Submitter,
-    raw: Annotated[Any, Depends(read_json)],
+    raw: SpecBody,
     create_project: CreateProject = False,
 ) -> RunSpec:
     """Checks a spec as a submission does, and responds with it as resolved. Nothing is recorded."""
@@ -161,12 +180,15 @@ async def list_runs(
 
 
 @router.get("/{run_id}", summary="One run", response_model=Run, responses=problem_answers(404))
-async def get_run(seen: SeenRunOfPath, context: Context) -> Response:
+async def get_run(run: VisibleRun, context: Context) -> Response:
     """Status, progress, and the failures that the run would survive."""
-    run, transitions = seen
+    seen = await context.database_call(context.runs.listed, [run.id])
+    if run.id not in seen:
+        raise not_found(f"run {run.id} does not exist")
+    found, transitions = seen[run.id]
     return as_json(
         run_json(
-            run,
+            found,
             transitions,
             context.ray_url,
             context.clock(),
@@ -180,11 +202,10 @@ async def get_run(seen: SeenRunOfPath, context: Context) -> Response:
     "/{run_id}",
     summary="Change the notes of a run",
     responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
-    openapi_extra=CHANGE_BODY,
 )
-async def change_run(request: Request, run: ControlledRun, context: Context) -> Run:
+async def change_run(change: ChangeBody, run: ControlledRun, context: Context) -> Run:
     """Replaces the notes; nothing else of a run can be changed. The last change wins."""
-    return await changed_run(run, context, await read_model(RunChange, request))
+    return await changed_run(run, context, change)
 
 
 async def changed_run(run: RunRow, context: ApiContext, change: RunChange) -> Run:
@@ -204,7 +225,10 @@ async def get_spec(run: VisibleRun) -> RunSpec:
     "/{run_id}/cancel",
     status_code=202,
     summary="Cancel a run",
-    responses=problem_answers(403, 404, 409),
+    responses={
+        202: followed_by("run_id", "id", "delete_run", "resume_run"),
+        **problem_answers(403, 404, 409),
+    },
 )
 async def cancel_run(run: ControlledRun, context: Context) -> Run:
     """A run that is training commits a last checkpoint first. Repeating the request while it stops
@@ -217,7 +241,10 @@ async def cancel_run(run: ControlledRun, context: Context) -> Run:
     "/{run_id}/pause",
     status_code=202,
     summary="Pause a run",
-    responses=problem_answers(403, 404, 409),
+    responses={
+        202: followed_by("run_id", "id", "resume_run", "cancel_run"),
+        **problem_answers(403, 404, 409),
+    },
 )
 async def pause_run(run: ControlledRun, context: Context) -> Run:
     """A run that is training commits a checkpoint first, and releases its resources."""

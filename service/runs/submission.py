@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from starlette.types import Message
 
 from everstep.code import MAX_ARCHIVE_BYTES
@@ -19,7 +19,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire import CodeArchive
 from service.api.answers import JsonObject, run_json
 from service.api.auth import Principal, Submitter
-from service.api.bodies import content_sha256, validated
+from service.api.bodies import ApiRouter, content_sha256, validated
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, problem_answers
 from service.api.problems import ApiProblem, invalid_request
@@ -227,7 +227,7 @@ def idempotency_of(key: str | None, caller: Principal, raw: object) -> Idempoten
 
 # User code: uploads, and the checks when a run refers to one.
 
-router: Final = APIRouter(prefix="/v1/code", tags=["code"])
+router: Final = ApiRouter("/v1/code", "code")
 
 _one_check: Final = threading.Lock()
 """Check one archive at a time: the parser holds the interpreter lock most of the time."""

@@ -16,10 +16,9 @@ from typing import Annotated, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import Depends, Request, Response
-from fastapi.security import HTTPAuthorizationCredentials
 from starlette.requests import HTTPConnection
 
-from service.api.auth import Principal, admitted, controlled_run, principal, visible_run
+from service.api.auth import Principal, admitted, caller_with, controlled_run, visible_run
 from service.api.bodies import MAX_BODY_BYTES
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem
@@ -78,9 +77,7 @@ ControlledWebRun = Annotated[RunRow, Depends(web_controlled_run)]
 
 async def log_in(request: Request, response: Response, context: ApiContext, token: str) -> None:
     """Start a session for a token and set its cookie. Raises 401 if the token is not valid."""
-    caller = await principal(
-        request, context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=token)
-    )
+    caller = await caller_with(request, context, token)
     await begin_session(request, response, context, caller.token_id)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Final
 
-from everstep.wire.team import ProjectRequest, TokenRequest
-from service.annex import Annex, FollowUps, ServiceParts
+from service.annex import Annex, ServiceParts
 from service.annexes.access import account, routes, single_sign_on
 from service.annexes.access.provider import CALLBACK_PATH, Provider
 from service.api.context import ApiContext
@@ -31,21 +30,6 @@ def opened(parts: ServiceParts) -> nullcontext[Provider] | None:
 ACCESS: Final = Annex(
     "access",
     routers=(routes.router,),
-    bodies=(ProjectRequest, TokenRequest),
-    follow_ups=(
-        FollowUps(
-            "/v1/projects",
-            "201",
-            {"project": "$response.body#/name"},
-            (("get", "/v1/projects/{project}"), ("delete", "/v1/projects/{project}")),
-        ),
-        FollowUps(
-            "/v1/tokens",
-            "201",
-            {"token_id": "$response.body#/id"},
-            (("delete", "/v1/tokens/{token_id}"),),
-        ),
-    ),
     pages=(account.router, single_sign_on.router),
     package="service.annexes.access",
     slots={"log_in": "provider_log_in.html", "who": "account_link.html"},

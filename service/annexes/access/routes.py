@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import Path, Query, Response
 
 from everstep.wire import Page
 from everstep.wire.team import (
@@ -19,23 +19,25 @@ from everstep.wire.team import (
 )
 from service.api.answers import Cursor, Limit, answer_of, page_of, position
 from service.api.auth import EMBEDDED_TRUST, Administrator, Caller, Principal
-from service.api.bodies import read_model
+from service.api.bodies import ApiRouter, Parsed, example
 from service.api.context import ApiContext, Context
-from service.api.openapi import CreateProject, json_body, problem_answers
+from service.api.openapi import CreateProject, followed_by, problem_answers
 from service.api.problems import invalid_request, not_found
 from service.db.audit import note_target
 from service.db.projects import ProjectLoad, quotas_of
 from service.db.tokens import Holder
 from service.model.rows import ProjectRow
 
-PROJECT_BODY: Final = json_body(
-    "ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}}
-)
-TOKEN_BODY: Final = json_body(
-    "TokenRequest", {"name": "ci", "role": "submitter", "project": "vision"}
-)
+ProjectBody = Annotated[
+    ProjectRequest,
+    Parsed(),
+    example({"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}}),
+]
+TokenBody = Annotated[
+    TokenRequest, Parsed(), example({"name": "ci", "role": "submitter", "project": "vision"})
+]
 
-router: Final = APIRouter(prefix="/v1", tags=["administration"])
+router: Final = ApiRouter("/v1", "administration")
 
 
 ProjectPath = Annotated[str, Path(max_length=64, description="The project's name.")]
@@ -51,15 +53,14 @@ TokenPath = Annotated[str, Path(max_length=32, description="The token's id: `tok
     summary="Create a project, or set its quotas",
     responses={
         200: {"model": Project, "description": "It existed; these are its quotas now."},
+        201: followed_by("project", "name", "get_project", "delete_project"),
         **problem_answers(400, 403, 413, 415, 422),
     },
-    openapi_extra=PROJECT_BODY,
 )
 async def put_project(
-    _caller: Administrator, request: Request, response: Response, context: Context
+    _caller: Administrator, wanted: ProjectBody, response: Response, context: Context
 ) -> Project:
     """Replaces the project's quotas; they apply to runs that start or are submitted from now on."""
-    wanted = await read_model(ProjectRequest, request)
     row, is_new = await context.database_write(context.projects.put, wanted.name, wanted.quotas)
     response.status_code = 201 if is_new else 200
     return await _project(context, row.name)
@@ -113,18 +114,19 @@ def _project_answer(row: ProjectRow, usage: ProjectLoad) -> Project:
     "/tokens",
     status_code=201,
     summary="Create a token",
-    responses=problem_answers(400, 403, 413, 415, 422),
-    openapi_extra=TOKEN_BODY,
+    responses={
+        201: followed_by("token_id", "id", "revoke_token"),
+        **problem_answers(400, 403, 413, 415, 422),
+    },
 )
 async def create_token(
     _caller: Administrator,
-    request: Request,
+    wanted: TokenBody,
     response: Response,
     context: Context,
     create_project: CreateProject = False,
 ) -> NewToken:
     """The secret is only in this response; the service stores its hash."""
-    wanted = await read_model(TokenRequest, request)
     if wanted.role == "admin" and wanted.project is not None:
         raise invalid_request(
             "project",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from everstep.wire.alerts import AlertRequest
-from service.annex import Annex, Beside, FollowUps, PageLink, ServiceParts, TableHooks
+from service.annex import Annex, Beside, PageLink, ServiceParts, TableHooks
 from service.annexes.alerts import pages, routes
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import TELLING_KINDS, DeliveryStore, IncidentStore, apply_alerts
@@ -34,19 +33,6 @@ def beside(parts: ServiceParts) -> Sequence[Beside]:
 ALERTS: Final = Annex(
     "alerts",
     routers=(routes.router,),
-    bodies=(AlertRequest,),
-    follow_ups=(
-        FollowUps(
-            "/v1/alerts",
-            "201",
-            {"alert_id": "$response.body#/id"},
-            (
-                ("post", "/v1/alerts/{alert_id}/test"),
-                ("get", "/v1/alerts/{alert_id}/deliveries"),
-                ("delete", "/v1/alerts/{alert_id}"),
-            ),
-        ),
-    ),
     pages=(pages.router,),
     navigation=(PageLink("/alerts", "Alerts", 60, "admin"),),
     package="service.annexes.alerts",

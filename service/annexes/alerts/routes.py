@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import Depends, Path, Query
 
 from everstep.options.serve import OPTIONS
 from everstep.wire import Page
@@ -17,26 +17,29 @@ from service.annexes.alerts.store import AlertStore
 from service.annexes.alerts.tables import AlertRow, DeliveryRow
 from service.api.answers import Cursor, Limit, answer_of, page_of, position
 from service.api.auth import Administrator
-from service.api.bodies import read_model
+from service.api.bodies import ApiRouter, Parsed, example
 from service.api.context import ApiContext, Context
-from service.api.openapi import json_body, problem_answers
+from service.api.openapi import followed_by, problem_answers
 from service.api.problems import invalid_request, not_found
 from service.db.audit import note_target
 from service.model.rows import to_time
 
-router: Final = APIRouter(prefix="/v1/alerts", tags=["alerts"])
+router: Final = ApiRouter("/v1/alerts", "alerts")
 
-ALERT_BODY: Final = json_body(
-    "AlertRequest",
-    {
-        "project": "vision",
-        "name": "on-call",
-        "when": "recovered",
-        "more_than": 3,
-        "format": "slack",
-        "url": "https://hooks.slack.com/services/…",
-    },
-)
+AlertBody = Annotated[
+    AlertRequest,
+    Parsed(),
+    example(
+        {
+            "project": "vision",
+            "name": "on-call",
+            "when": "recovered",
+            "more_than": 3,
+            "format": "slack",
+            "url": "https://hooks.slack.com/services/…",
+        }
+    ),
+]
 
 DeliveryPath = Annotated[str, Path(max_length=32, description="The delivery's id: `dlv_…`.")]
 
@@ -64,12 +67,14 @@ KnownAlert = Annotated[AlertRow, Depends(known_alert)]
     "",
     status_code=201,
     summary="Create an alert",
-    responses=problem_answers(400, 403, 413, 415, 422),
-    openapi_extra=ALERT_BODY,
+    responses={
+        201: followed_by("alert_id", "id", "test_alert", "list_deliveries", "delete_alert"),
+        **problem_answers(400, 403, 413, 415, 422),
+    },
 )
-async def create_alert(caller: Administrator, request: Request, context: Context) -> Alert:
+async def create_alert(caller: Administrator, wanted: AlertBody, context: Context) -> Alert:
     """The URL and the key are not shown again. What happened before is not reported."""
-    return await add_alert(context, await read_model(AlertRequest, request), caller.token_id)
+    return await add_alert(context, wanted, caller.token_id)
 
 
 async def add_alert(context: ApiContext, wanted: AlertRequest, token_id: str) -> Alert:

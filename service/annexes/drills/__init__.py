@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from everstep.wire.drills import DrillRequest, ProfileRequest
-from everstep.wire.run import ReplayRequest
 from service.annex import Annex
 from service.annexes.drills import pages, replays, routes
 
 DRILLS: Final = Annex(
     "drills",
     routers=(routes.router, routes.profiles_router, routes.stacks_router, replays.router),
-    bodies=(DrillRequest, ProfileRequest, ReplayRequest),
     pages=(pages.router,),
     package="service.annexes.drills",
     slots={

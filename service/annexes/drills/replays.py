@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Response
 
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.run_spec import RunSpec
@@ -13,17 +13,17 @@ from everstep.wire.run import ReplayRequest
 from service.annexes.drills.history import Stretch, begun_at, stretches, words
 from service.api.answers import as_json
 from service.api.auth import Caller, ControlledRun, VisibleRun
-from service.api.bodies import read_model
+from service.api.bodies import ApiRouter, Parsed, example
 from service.api.context import ApiContext, Context
-from service.api.openapi import json_body, problem_answers
+from service.api.openapi import problem_answers
 from service.model.run_rows import RunRow
 from service.projections import attempts
 from service.runs.routes import run_answers
 from service.runs.submission import submitted
 
-REPLAY_BODY: Final = json_body("ReplayRequest", {"from_step": 400, "to_step": 450})
+ReplayBody = Annotated[ReplayRequest, Parsed(), example({"from_step": 400, "to_step": 450})]
 
-router: Final = APIRouter(prefix="/v1/runs/{run_id}/replays", tags=["replays"])
+router: Final = ApiRouter("/v1/runs/{run_id}/replays", "replays")
 
 _NAME_CHARS: Final = 128
 
@@ -34,14 +34,12 @@ _NAME_CHARS: Final = 128
     summary="Train steps of a run again, and compare them",
     response_model=Run,
     responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
-    openapi_extra=REPLAY_BODY,
 )
 async def create_replay(
-    request: Request, run: ControlledRun, context: Context, caller: Caller
+    wanted: ReplayBody, run: ControlledRun, context: Context, caller: Caller
 ) -> Response:
     """Submits a run that begins from a checkpoint of this one and trains the same steps. It changes
     nothing of this run. `replay_of` of the new run has the result once it has ended."""
-    wanted = await read_model(ReplayRequest, request)
     raw = replay_spec(run, wanted, await trained_by(context, run))
     made, _ = await submitted(context, caller, raw, None)
     return as_json(made, 201, {"Location": f"/v1/runs/{made['id']}"})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, Path, Request
+from fastapi import Depends, Path
 from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection, select
 
@@ -23,9 +23,9 @@ from everstep.wire.events import EventKind
 from service.annexes.drills import history as drills
 from service.annexes.drills.history import STACK_KINDS, stack_reports
 from service.api.auth import Caller, ControlledRun, VisibleRun
-from service.api.bodies import begun, blocks_of, download, read_model
+from service.api.bodies import ApiRouter, Parsed, begun, blocks_of, download, example
 from service.api.context import ApiContext, Context
-from service.api.openapi import json_body, problem_answers
+from service.api.openapi import problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
 from service.db.engine import Database
 from service.db.lease import new_id
@@ -37,10 +37,10 @@ from service.model.states import TransitionConflict
 from storage.run_control import DrillOrder, ProfileOrder, StackOrder
 from storage.run_dir import RunDir
 
-DRILL_BODY: Final = json_body("DrillRequest", {"kind": "kill_worker", "rank": 1})
-PROFILE_BODY: Final = json_body("ProfileRequest", {"rank": 0, "steps": 10})
+DrillBody = Annotated[DrillRequest, Parsed(), example({"kind": "kill_worker", "rank": 1})]
+ProfileBody = Annotated[ProfileRequest, Parsed(), example({"rank": 0, "steps": 10})]
 
-router: Final = APIRouter(prefix="/v1/runs/{run_id}/drills", tags=["drills"])
+router: Final = ApiRouter("/v1/runs/{run_id}/drills", "drills")
 
 
 async def drillable_run(run: VisibleRun, caller: Caller, context: Context) -> RunRow:
@@ -61,14 +61,12 @@ DrillableRun = Annotated[RunRow, Depends(drillable_run)]
     status_code=202,
     summary="Inject a failure into a run",
     responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
-    openapi_extra=DRILL_BODY,
 )
 async def request_drill(
-    request: Request, run: DrillableRun, context: Context, caller: Caller
+    wanted: DrillBody, run: DrillableRun, context: Context, caller: Caller
 ) -> Drill:
     """Only for runs that are RUNNING, one drill at a time. The run's driver takes it up within a
     second; the list shows the result."""
-    wanted = await read_model(DrillRequest, request)
     now = context.clock()
     data = {
         "id": new_id("drill", now),
@@ -122,7 +120,7 @@ async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Dril
 
 # Routes of a run's profiles: request one, list them, download traces.
 
-profiles_router: Final = APIRouter(prefix="/v1/runs/{run_id}/profiles", tags=["profiles"])
+profiles_router: Final = ApiRouter("/v1/runs/{run_id}/profiles", "profiles")
 
 GZIP: Final = "application/gzip"
 
@@ -134,12 +132,11 @@ ProfileId = Annotated[str, Path(max_length=32, description="Id of the profile: `
     status_code=202,
     summary="Record some steps of a rank",
     responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
-    openapi_extra=PROFILE_BODY,
 )
-async def request_profile(request: Request, run: ControlledRun, context: Context) -> Profile:
+async def request_profile(wanted: ProfileBody, run: ControlledRun, context: Context) -> Profile:
     """Only for runs that are RUNNING. The rank records its next steps with torch's profiler; other
     ranks and all results are unaffected. The list shows when the trace is ready."""
-    return await order_profile(run, context, await read_model(ProfileRequest, request))
+    return await order_profile(run, context, wanted)
 
 
 async def order_profile(run: RunRow, context: ApiContext, wanted: ProfileRequest) -> Profile:
@@ -225,7 +222,7 @@ async def recorded(
 
 MOST_REPORTS: Final = 20
 
-stacks_router: Final = APIRouter(prefix="/v1/runs/{run_id}/stacks", tags=["stacks"])
+stacks_router: Final = ApiRouter("/v1/runs/{run_id}/stacks", "stacks")
 
 
 @stacks_router.post(

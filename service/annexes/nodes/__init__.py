@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from everstep.wire.cluster import DrainOrder, NodeOrder
-from everstep.wire.deployment import CheckOrder
 from service.annex import Annex, Beside, ServiceParts
 from service.annexes.nodes import routes
 from service.annexes.nodes.care import CordonRule, NodeCare
@@ -27,7 +25,6 @@ def beside(parts: ServiceParts) -> Sequence[Beside]:
 NODES: Final = Annex(
     "nodes",
     routers=(routes.router, routes.checks_router),
-    bodies=(NodeOrder, DrainOrder, CheckOrder),
     pages=(routes.pages,),
     package="service.annexes.nodes",
     slots={"node_actions": "node_actions.html"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Final, Literal
 
 import structlog
-from fastapi import APIRouter, Depends, Path, Response
+from fastapi import APIRouter, Path, Response
 from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
 
@@ -15,10 +15,10 @@ from everstep.wire.deployment import CheckOrder, DeploymentCheck
 from service.annexes.nodes.deployment_checks import DeploymentChecks
 from service.annexes.nodes.store import MarksFile, NodeMarkStore
 from service.api.auth import Administrator, Principal
-from service.api.bodies import optional_body
+from service.api.bodies import ApiRouter, Parsed, example
 from service.api.cluster import with_marks_and_runs
 from service.api.context import ApiContext, Context
-from service.api.openapi import json_body, problem_answers
+from service.api.openapi import problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found, unavailable
 from service.cluster.ray_jobs import JobNotFound, JobRejected, RayUnavailable
 from service.model.rows import MarkState
@@ -26,61 +26,56 @@ from service.web.rendering import PageRoute
 from service.web.session import CheckedForm, WebCaller
 from storage.errors import StorageError
 
-NODE_BODY: Final = json_body("NodeOrder", {"reason": "a disk fails"}, required=False)
-DRAIN_BODY: Final = json_body(
-    "DrainOrder", {"reason": "maintenance at noon", "deadline_s": 300}, required=False
-)
-CHECK_BODY: Final = json_body("CheckOrder", {"all_reduce_s": 10}, required=False)
-
-router: Final = APIRouter(prefix="/v1", tags=["cluster"])
+router: Final = ApiRouter("/v1", "cluster")
 
 log = structlog.get_logger(__name__)
 
 NodeId = Annotated[str, Path(description="The node's whole id, from `GET /v1/cluster`.")]
 
-Order = Annotated[NodeOrder, Depends(optional_body(NodeOrder))]
+Order = Annotated[Annotated[NodeOrder, Parsed()] | None, example({"reason": "a disk fails"})]
 
-Drain = Annotated[DrainOrder, Depends(optional_body(DrainOrder))]
+Drain = Annotated[
+    Annotated[DrainOrder, Parsed()] | None,
+    example({"reason": "maintenance at noon", "deadline_s": 300}),
+]
 
 
 @router.post(
     "/cluster/nodes/{node_id}/cordon",
     summary="Cordon a node",
-    responses=problem_answers(403, 404, 409, 415, 422),
-    openapi_extra=NODE_BODY,
+    responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
 )
 async def cordon_node(
-    node_id: NodeId, context: Context, caller: Administrator, order: Order
+    node_id: NodeId, context: Context, caller: Administrator, order: Order = None
 ) -> Node:
     """Places no new ranks on the node. Its current ranks stay until their run restarts for another
     reason."""
-    return await _mark(context, caller, node_id, "cordoned", order)
+    return await _mark(context, caller, node_id, "cordoned", order or NodeOrder())
 
 
 @router.post(
     "/cluster/nodes/{node_id}/uncordon",
     summary="Open a node again",
-    responses=problem_answers(403, 404, 415, 422),
-    openapi_extra=NODE_BODY,
+    responses=problem_answers(400, 403, 404, 413, 415, 422),
 )
 async def uncordon_node(
-    node_id: NodeId, context: Context, caller: Administrator, order: Order
+    node_id: NodeId, context: Context, caller: Administrator, order: Order = None
 ) -> Node:
     """Ends a cordon or a drain. Earlier failures no longer count against the node."""
-    return await _mark(context, caller, node_id, "open", order)
+    return await _mark(context, caller, node_id, "open", order or NodeOrder())
 
 
 @router.post(
     "/cluster/nodes/{node_id}/drain",
     summary="Drain a node",
-    responses=problem_answers(403, 404, 409, 415, 422),
-    openapi_extra=DRAIN_BODY,
+    responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
 )
 async def drain_node(
-    node_id: NodeId, context: Context, caller: Administrator, order: Drain
+    node_id: NodeId, context: Context, caller: Administrator, order: Drain = None
 ) -> Node:
     """Ranks save, leave at once and move to other nodes, without losing a step. The node is
     `DRAINED` once they have left."""
+    order = order or DrainOrder()
     return await _mark(context, caller, node_id, "draining", order, order.deadline_s)
 
 
@@ -139,9 +134,9 @@ async def _mark(
 
 # Routes of deployment checks: start one, read its report.
 
-checks_router: Final = APIRouter(prefix="/v1/cluster/checks", tags=["cluster"])
+checks_router: Final = ApiRouter("/v1/cluster/checks", "cluster")
 
-CheckBody = Annotated[CheckOrder, Depends(optional_body(CheckOrder))]
+CheckBody = Annotated[Annotated[CheckOrder, Parsed()] | None, example({"all_reduce_s": 10})]
 
 
 def checks_of(context: ApiContext) -> DeploymentChecks:
@@ -152,16 +147,15 @@ def checks_of(context: ApiContext) -> DeploymentChecks:
     "",
     status_code=202,
     summary="Check the deployment",
-    responses=problem_answers(403, 415, 422, 503),
-    openapi_extra=CHECK_BODY,
+    responses=problem_answers(400, 403, 413, 415, 422, 503),
 )
 async def start_check(
-    context: Context, _caller: Administrator, order: CheckBody
+    context: Context, _caller: Administrator, order: CheckBody = None
 ) -> DeploymentCheck:
     """Runs a process on every live node that checks versions, storage, ports, clocks and an
     all-reduce. `everstep doctor` interprets the report."""
     try:
-        return await checks_of(context).start(order.all_reduce_s)
+        return await checks_of(context).start((order or CheckOrder()).all_reduce_s)
     except JobRejected as exc:
         raise ApiProblem(409, "conflict", str(exc)) from exc
     except RayUnavailable as exc:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from everstep.spec.sweep import SweepSpec
-from service.annex import Annex, Beside, FollowUps, PageLink, ServiceParts, TableHooks
+from service.annex import Annex, Beside, PageLink, ServiceParts, TableHooks
 from service.annexes.sweeps import pages, routes
 from service.annexes.sweeps.driver import INTERVAL_S, SweepDriver
 from service.annexes.sweeps.store import SPECS_TO_COME, SweepStore, sweeps
@@ -23,21 +22,6 @@ def beside(parts: ServiceParts) -> Sequence[Beside]:
 SWEEPS: Final = Annex(
     "sweeps",
     routers=(routes.router,),
-    bodies=(SweepSpec,),
-    follow_ups=(
-        FollowUps(
-            "/v1/sweeps",
-            "201",
-            {"sweep_id": "$response.body#/id"},
-            (
-                ("get", "/v1/sweeps/{sweep_id}"),
-                ("get", "/v1/sweeps/{sweep_id}/spec"),
-                ("get", "/v1/sweeps/{sweep_id}/runs"),
-                ("post", "/v1/sweeps/{sweep_id}/cancel"),
-                ("delete", "/v1/sweeps/{sweep_id}"),
-            ),
-        ),
-    ),
     pages=(pages.router,),
     navigation=(PageLink("/sweeps", "Sweeps", 20),),
     package="service.annexes.sweeps",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Response
+from fastapi import Depends, Header, Path, Query, Response
 
 from everstep.spec.sweep import SweepSpec
 from everstep.wire import Page, RunStatus
@@ -32,35 +32,38 @@ from service.api.answers import (
     parse_place,
 )
 from service.api.auth import Caller, Principal, Submitter, visible_run
-from service.api.bodies import read_json
+from service.api.bodies import ApiRouter, AsWritten, example
 from service.api.context import ApiContext, Context
-from service.api.openapi import CreateProject, json_body, problem_answers
+from service.api.openapi import CreateProject, followed_by, problem_answers
 from service.api.problems import not_found
 from service.db.lease import SWEEP_ID_PATTERN
 from service.model.states import LIVE
 from service.runs.routes import delete_run, statuses
 
-router: Final = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
+router: Final = ApiRouter("/v1/sweeps", "sweeps")
 
-SWEEP_BODY: Final = json_body(
-    "SweepSpec",
-    {
-        "spec": {
-            "name": "digits",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
+SweepBody = Annotated[
+    SweepSpec,
+    AsWritten(),
+    example(
+        {
+            "spec": {
+                "name": "digits",
+                "task": {
+                    "name": "image_classification",
+                    "model": {"name": "mini_resnet"},
+                    "data": {"name": "digits"},
+                },
+                "train": {"epochs": 9},
             },
-            "train": {"epochs": 9},
+            "metric": "val_accuracy",
+            "grid": {"optimizer.lr": [0.001, 0.003]},
+            "random": {"optimizer.weight_decay": {"name": "log", "low": 0.0001, "high": 0.1}},
+            "max_runs": 20,
+            "scheduler": {"name": "asha"},
         },
-        "metric": "val_accuracy",
-        "grid": {"optimizer.lr": [0.001, 0.003]},
-        "random": {"optimizer.weight_decay": {"name": "log", "low": 0.0001, "high": 0.1}},
-        "max_runs": 20,
-        "scheduler": {"name": "asha"},
-    },
-)
+    ),
+]
 
 SweepPath = Annotated[str, Path(description="The sweep's id: `sweep_…`.")]
 
@@ -96,14 +99,17 @@ ControlledSweep = Annotated[SweepRow, Depends(controlled_sweep)]
     response_model=Sweep,
     responses={
         200: {"model": Sweep, "description": "This Idempotency-Key has already made this sweep."},
+        201: followed_by(
+            *("sweep_id", "id", "get_sweep", "get_sweep_spec", "list_sweep_runs"),
+            *("cancel_sweep", "delete_sweep"),
+        ),
         **problem_answers(400, 403, 409, 413, 415, 422),
     },
-    openapi_extra=SWEEP_BODY,
 )
 async def create_sweep(
     context: Context,
     caller: Submitter,
-    raw: Annotated[Any, Depends(read_json)],
+    raw: SweepBody,
     idempotency_key: Annotated[
         str | None,
         Header(
@@ -128,12 +134,11 @@ async def create_sweep(
     "/validate",
     summary="Check a sweep",
     responses=problem_answers(400, 403, 413, 415, 422),
-    openapi_extra=SWEEP_BODY,
 )
 async def validate_sweep(
     context: Context,
     caller: Submitter,
-    raw: Annotated[Any, Depends(read_json)],
+    raw: SweepBody,
     create_project: CreateProject = False,
 ) -> SweepSpec:
     """Checks a sweep with all of its runs as a submission does, and responds with it, and with the

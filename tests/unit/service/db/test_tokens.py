@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from everstep.spec.parsing import parse_spec
 from service.api.auth import (
     LOCAL_TOKEN_ID,
     METRICS_TOKEN_ID,
@@ -15,9 +14,8 @@ from service.api.auth import (
     ensure_metrics_token,
 )
 from service.db.engine import Database
-from service.db.runs import RunStore
 from service.db.tokens import TokenStore
-from tests.support.api_service import NOON, ManualClock, spec
+from tests.support.api_service import NOON, ManualClock
 
 pytest_plugins = ["tests.support.database_fixtures"]
 
@@ -96,22 +94,3 @@ def test_a_secret_for_metrics_is_a_viewers_token_until_another_takes_its_place(
             None,
         )
     assert tokens.find("a" * 40) is None
-
-
-def test_a_token_and_a_run_are_found_together_as_they_are_apart(database: Database) -> None:
-    clock = ManualClock()
-    tokens, runs = TokenStore(database, clock), RunStore(database, clock)
-    row, secret = tokens.create("ci", "submitter", None)
-    run = runs.create(parse_spec(spec()), row.id)[0]
-    # Times have digits enough to lose some, and texts what JSON writes otherwise.
-    for seconds, stop in ((0.123457, "pause"), (0.000001, None), (1 / 3, "cancel")):
-        clock.now += seconds
-        runs.request_stop(
-            run.id, "cancel" if stop == "cancel" else "pause"
-        ) if stop else runs.resume(run.id)
-    found, seen = tokens.find_with_run(secret, run.id)
-    assert found == row and seen is not None
-    assert seen[1] == runs.transitions([run.id])[run.id] and len(seen[1]) == 4
-    assert runs.listed([run.id, "run_none"]) == {run.id: seen}
-    assert tokens.find_with_run(secret, "run_none") == (row, None)
-    assert tokens.find_with_run(secret + "x", run.id) == (None, None)
