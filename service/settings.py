@@ -39,7 +39,7 @@ class Settings(ServeOptions):
     '/srv/everstep/storage'
     """
 
-    ray_token: str | None = Field(default=None, repr=False)
+    ray_token: str | None = Field(default=None, repr=False, exclude=True)
     """Token of the existing Ray cluster; None sends none. The embedded cluster makes its own."""
 
     @classmethod

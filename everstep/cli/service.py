@@ -70,9 +70,12 @@ def _takes_serve_flags(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the flags of ServeOptions as keyword parameters, for typer to read."""
 
     def parameter(name: str) -> inspect.Parameter:
-        option = FLAGS[name]
         kind: Any = bool if is_switch(name) else list[str] | None if is_list(name) else str | None
-        info = typer.Option(option.flag, metavar=option.metavar or None, help=help_of(name))
+        if name in FLAGS:
+            option = FLAGS[name]
+            info = typer.Option(option.flag, metavar=option.metavar or None, help=help_of(name))
+        else:  # only to say what to set instead
+            kind, info = str | None, typer.Option(f"--{name.replace('_', '-')}", hidden=True)
         return inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -85,7 +88,7 @@ def _takes_serve_flags(function: Callable[..., None]) -> Callable[..., None]:
         for each in inspect.signature(function, eval_str=True).parameters.values()
         if each.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    parameters = [*map(parameter, FLAGS), *own]
+    parameters = [*map(parameter, OPTIONS), *own]
     function.__annotations__ = {each.name: each.annotation for each in parameters}
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return function
@@ -98,6 +101,10 @@ def serve(**flags: FlagValue | None) -> None:
     default ~/.everstep)."""
     require_server()
     given = {name: value for name, value in flags.items() if value not in (None, False)}
+    for name in given.keys() - FLAGS.keys():
+        variable = OPTIONS[name].variable or OPTIONS[name].file
+        message = f"--{name.replace('_', '-')} is a setting, not an option; set {variable} instead"
+        raise terminal().fail(message, Exit.USAGE, {"code": "setting", "variable": variable})
     ServeOptions.read(os.environ, given)
     # The service reads one source, its environment, where other users do not see a password.
     environ = {**os.environ, **as_variables(given)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
@@ -20,6 +20,9 @@ from pydantic_core import ErrorDetails
 
 from everstep.errors import UsageError
 
+PREFIX: Final = "EVERSTEP_"
+FROM_NAME: Final = f"{PREFIX}…"
+"""The variable of most options: the prefix and the field's name."""
 FlagValue: TypeAlias = str | bool | list[str]
 _MUST: Final = {
     "int_parsing": "must be a whole number",
@@ -37,9 +40,9 @@ class SettingsError(UsageError):
 
 @dataclass(frozen=True)
 class Option:
-    """How an operator sets a field; part of the field's annotation."""
+    """How an operator sets a field; part of the field's annotation where the defaults do not do."""
 
-    variable: str = ""
+    variable: str = FROM_NAME
     """Environment variable with the value; empty if the value is only read from a file."""
     flag: str = ""
     """Flag of ``everstep serve``; empty if only the environment sets the option."""
@@ -47,22 +50,24 @@ class Option:
     """What the flag's value is, in capitals."""
     file: str = ""
     """Environment variable that names a file with the value."""
-    secret: bool = False
-    """Whether messages must not show the value."""
     verbatim: bool = False
     """Whether whitespace around the variable's value belongs to it."""
     default: str = ""
     """The default in words, where the value itself says too little."""
+    secret: bool = False
+    """Whether messages must not show the value; set for fields that ``repr`` does not show."""
 
 
 def options_of(model: type[BaseModel]) -> dict[str, Option]:
-    """Return field name -> Option, for the fields that an operator sets."""
-    return {
-        name: option
-        for name, field in model.model_fields.items()
-        for option in field.metadata
-        if isinstance(option, Option)
-    }
+    """Return field name -> Option, for the fields that an operator sets: all but excluded ones."""
+    found = {}
+    for name, field in model.model_fields.items():
+        option = next((each for each in field.metadata if isinstance(each, Option)), Option())
+        if option.variable == FROM_NAME:
+            option = replace(option, variable=f"{PREFIX}{name.upper()}")
+        if not field.exclude:
+            found[name] = replace(option, secret=not field.repr)
+    return found
 
 
 def default_of(field: FieldInfo, option: Option) -> str:

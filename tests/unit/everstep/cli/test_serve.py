@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from everstep.cli import service as cli_service
-from everstep.options.serve import FLAGS, VARIABLES, ServeOptions
+from everstep.options.serve import FLAGS, OPTIONS, VARIABLES, ServeOptions
 from service.process.serving import settings_of
 from tests.support.command_line import run_cli
 
@@ -117,3 +117,13 @@ def test_serve_offers_every_option_of_the_service(
     assert known == {option.flag for option in FLAGS.values()} == {*GIVEN_FLAGS, "--drills"}
     shown = run_cli("serve", "--help").stdout
     assert all(f"{flag} " in shown for flag in known)
+    assert len(re.findall(r"^[│ ]*--[a-z-]+", shown, re.MULTILINE)) <= 25
+
+
+def test_a_setting_that_is_given_as_an_option_names_its_variable(
+    became: list[tuple[list[str], dict[str, str]]],
+) -> None:
+    for name in OPTIONS.keys() - FLAGS.keys():
+        refused = run_cli("serve", f"--{name.replace('_', '-')}", "1")
+        assert refused.exit_code == 2 and became == []
+        assert f"set {OPTIONS[name].variable or OPTIONS[name].file} instead" in refused.stderr
