@@ -9,6 +9,7 @@ import structlog
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from everstep.code import MAX_ARCHIVE_BYTES
 from service.api.bodies import MAX_BODY_BYTES
 from service.api.context import ApiContext
 from service.api.problems import ApiProblem, problem_response
@@ -19,6 +20,8 @@ logger = structlog.get_logger(__name__)
 
 UPLOAD_PATHS: Final = frozenset({"/v1/code"})
 """Routes for uploads, which have their own limit."""
+FORM_BYTES: Final = 64 << 10
+"""Size allowed for the parts of a multipart body around its file."""
 _HOST: Final = re.compile(rb"([A-Za-z0-9._~%-]*|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
 _FAULTS_OF_OURS: Final = 500
 """Statuses from here on are faults of the service."""
@@ -68,9 +71,10 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = (
-            self._max_upload_bytes if scope["path"].rstrip("/") in UPLOAD_PATHS else MAX_BODY_BYTES
-        )
+        limit, advice = MAX_BODY_BYTES, "send less"
+        if scope["path"].rstrip("/") in UPLOAD_PATHS:
+            limit = min(self._max_upload_bytes, MAX_ARCHIVE_BYTES + FORM_BYTES)
+            advice = "leave out data and weights (.everstepignore)"
         received = 0
 
         async def limited_receive() -> Message:
@@ -79,7 +83,7 @@ class BodyLimitMiddleware:
             received += len(message.get("body", b""))
             if received > limit:
                 # the only kind of error that FastAPI passes on while it reads a body
-                raise HTTPException(413, f"the body is larger than {limit} bytes; send less")
+                raise HTTPException(413, f"the body is larger than {limit} bytes; {advice}")
             return message
 
         await self._app(scope, limited_receive, send)

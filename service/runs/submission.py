@@ -9,9 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import Query, Request
-from starlette.types import Message
 
-from everstep.code import MAX_ARCHIVE_BYTES
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.code import CodeSpec
 from everstep.spec.parsing import parse_spec
@@ -231,8 +229,6 @@ router: Final = ApiRouter("/v1/code", "code")
 
 _one_check: Final = threading.Lock()
 """Check one archive at a time: the parser holds the interpreter lock most of the time."""
-FORM_BYTES: Final = 64 << 10
-"""Size allowed for the parts of a multipart body around its file."""
 
 ARCHIVE_BODY: Final[dict[str, Any]] = {
     "requestBody": {
@@ -346,7 +342,7 @@ def _archive_faults(store: CodeStore, project: str, code: CodeSpec) -> list[Fiel
 
 
 async def _read_file(request: Request) -> bytes:
-    """Return the form's ``file``, reading no more than the limit. Raises 400, 413, 415 or 422."""
+    """Return the form's ``file``. Raises 400, 415 or 422; ``BodyLimitMiddleware`` 413."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "multipart/form-data":
         raise ApiProblem(
@@ -354,33 +350,10 @@ async def _read_file(request: Request) -> bytes:
             "unsupported_media_type",
             f"send the archive as multipart/form-data, field 'file', not {media_type[:80]!r}",
         )
-    async with _Limited(request).request.form(max_files=1, max_fields=8) as form:
+    async with request.form(max_files=1, max_fields=8) as form:
         upload = form.get("file")
         if upload is None or isinstance(upload, str):
             raise invalid_request(
                 "file", msg="is required: a zip or tar.gz archive as a file of the form"
             )
         return await upload.read()
-
-
-class _Limited:
-    """A request that raises 413 once its body is larger than an archive may be."""
-
-    def __init__(self, request: Request) -> None:
-        self._original = request
-        self._num_bytes = 0
-        self.request = Request(request.scope, self._receive)
-
-    async def _receive(self) -> Message:
-        message = await self._original.receive()
-        self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > MAX_ARCHIVE_BYTES + FORM_BYTES:
-            raise ApiProblem(
-                413,
-                "body_too_large",
-                (
-                    f"the archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; leave out data "
-                    "and weights (.everstepignore)"
-                ),
-            )
-        return message

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from everstep.wire import CodeArchive
-from service.runs import submission as code_api
+from service.api import guard
 from service.submission_rules.packages import PipRule
 from tests.support.api_service import ApiService
 from tests.support.code_archives import TASK, tar_gz, zip_of
@@ -72,8 +72,8 @@ async def test_what_is_refused_says_why(api: ApiService, monkeypatch: pytest.Mon
         "/v1/code", content=b"x", headers={"content-type": "multipart/form-data; boundary=b"}
     )
     assert broken.status_code in (400, 422)
-    monkeypatch.setattr(code_api, "MAX_ARCHIVE_BYTES", 1000)
-    monkeypatch.setattr(code_api, "FORM_BYTES", 1000)
+    monkeypatch.setattr(guard, "MAX_ARCHIVE_BYTES", 1000)
+    monkeypatch.setattr(guard, "FORM_BYTES", 1000)
     await refused(await upload(api, bytes(100_000)), 413, "body_too_large", ".everstepignore")
     viewer = await api.client(api.token("viewer", "default"))
     await refused(await upload(api, tar_gz(FILES), viewer), 403, "forbidden", "submitter")
