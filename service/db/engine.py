@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from sqlalchemy.exc import DatabaseError as SqlDatabaseError
 from sqlalchemy.exc import (
     DataError,
     DBAPIError,
-    DisconnectionError,
     OperationalError,
     SQLAlchemyError,
 )
@@ -76,6 +74,7 @@ class Database:
             # A SQLite connection is an open file: nobody, least of all the event loop, should wait
             # for one.
             max_overflow=-1 if self.is_sqlite else POOL_SIZE,
+            pool_pre_ping=not self.is_sqlite,
             json_serializer=encoded,
             json_deserializer=from_json,
             connect_args={} if self.is_sqlite else POSTGRESQL_CONNECT_ARGS,
@@ -89,9 +88,6 @@ class Database:
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
-        else:
-            event.listen(self._engine, "checkin", _note_use)
-            event.listen(self._engine, "checkout", _try_out)
 
     def migrate(self) -> None:
         """Create or upgrade the tables to the newest version. Raises DatabaseUnavailable, and
@@ -284,12 +280,9 @@ def encoded(value: Any) -> str:
 
 # ---------------------------------------------------------------- postgresql
 
-# Connections to PostgreSQL: their settings, and the check of idle ones.
+# Settings of connections to PostgreSQL.
 
 CONNECT_TIMEOUT_S: Final = 5
-
-IDLE_S: Final = 1.0
-"""A connection that was idle for this long is checked before use."""
 
 BUSY_TIMEOUT_MS: Final = 10_000
 """Maximum time that a write waits for another one."""
@@ -306,28 +299,6 @@ POSTGRESQL_CONNECT_ARGS: Final[Mapping[str, Any]] = {
     # A replica that hangs inside a transaction must not keep its locks, and so the lease.
     "options": f"-c lock_timeout={BUSY_TIMEOUT_MS} -c idle_in_transaction_session_timeout=4000",
 }
-
-
-def _note_use(_connection: object, record: Any) -> None:
-    record.info["used_at"] = time.monotonic()
-
-
-def _try_out(connection: Any, record: Any, _proxy: object) -> None:
-    """Check a connection that was idle for a while; the pool replaces a broken one.
-
-    One that was just used is not checked: that would add a round trip to each request.
-    """
-    if time.monotonic() - record.info.get("used_at", math.inf) < IDLE_S:
-        return
-    alone = connection.autocommit
-    try:
-        connection.autocommit = True
-        cursor = connection.cursor()
-        cursor.execute("SELECT 1")
-        cursor.close()
-        connection.autocommit = alone
-    except PsycopgError as exc:
-        raise DisconnectionError from exc
 
 
 # ---------------------------------------------------------------- conflicts
