@@ -22,17 +22,14 @@ from service.db.run_lookup import (
 )
 from service.db.run_lookup import OrderPlace as OrderedPlace
 from service.db.tables import IS_LIVE, runs, transitions
-from service.db.writer import STATUS_CHANGES, changes_of
 from service.model.rows import TransitionRow
 from service.model.run_rows import ListedRun, RunHead, RunRow
 from service.projections.goodput import BUCKETS, TimeLedger, to_us
 
 _CHUNK_IDS: Final = 500
 _ROWS: Final = RunRow.select(runs)
-_LISTED_BY_IDS: Final = (
-    ListedRun.select(runs)
-    .add_columns(STATUS_CHANGES)
-    .where(runs.c.id.in_(bindparam("ids", expanding=True)))
+_LISTED_BY_IDS: Final = ListedRun.select(runs).where(
+    runs.c.id.in_(bindparam("ids", expanding=True))
 )
 _HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
 _STATUS_COUNTS: Final = select(runs.c.status, func.count())
@@ -99,14 +96,14 @@ class RunQueries(Store):
             return ordered_page(connection, where, order, limit, after, self._clock())
 
     def listed(self, run_ids: Collection[str]) -> dict[str, tuple[ListedRun, list[TransitionRow]]]:
-        """Return these runs by id with their transitions, oldest first. Deleted runs are left
-        out."""
+        """Return these runs by id with their transitions at the same time, oldest first. Deleted
+        runs are left out."""
         if not run_ids:
             return {}
-        with self._database.autocommit() as connection:
-            rows = connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()
-        found = [(ListedRun.read(row[:-1]), row[-1]) for row in rows]
-        return {run.id: (run, changes_of(run.id, changes)) for run, changes in found}
+        with self._database.read() as connection:
+            found = connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()
+            changes = self.transitions(run_ids)
+        return {run.id: (run, changes[run.id]) for run in map(ListedRun.read, found)}
 
     def live(self) -> list[RunRow]:
         """Return every run that the reconciler works on, oldest first: neither ended nor paused."""
