@@ -5,14 +5,12 @@ needs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import (
     ARRAY,
-    BindParameter,
     Column,
     ColumnElement,
     Connection,
@@ -20,7 +18,6 @@ from sqlalchemy import (
     Double,
     Float,
     FromClause,
-    Integer,
     Select,
     String,
     Text,
@@ -45,8 +42,6 @@ from service.model.run_rows import RunHead, RunRow
 
 Columns = Select[*tuple[Any, ...]]
 """What to select of each run: a query of ``runs`` without conditions."""
-BoundQuery = tuple[Columns, dict[str, Any]]
-"""A query and the values of its parameters."""
 Place = tuple[float, str]
 """(created_at, id) of a run: the sort key of lists, newest first."""
 
@@ -58,9 +53,6 @@ _MANY_TAGGED: Final = 500
 _TAGGED: Final = select(run_tags.c.run_id).where(
     run_tags.c.key == bindparam("key"), run_tags.c.value == bindparam("value")
 )
-_LIMIT: Final = bindparam("limit", type_=Integer)
-_BEFORE_AT: Final = bindparam("before_at", type_=Float)
-_BEFORE_ID: Final = bindparam("before_id", type_=String)
 _NUM_TAGGED: Final = select(func.count()).select_from(_TAGGED.limit(_MANY_TAGGED).subquery())
 
 
@@ -88,12 +80,13 @@ def find_run(connection: Connection, run_id: str) -> RunRow | None:
 
 def page_query(
     connection: Connection, columns: Columns, where: RunFilter, limit: int, before: Place | None
-) -> BoundQuery:
+) -> Columns:
     """Return the query for the first ``limit`` runs after ``before``, newest first."""
-    where = replace(where, statuses=tuple(dict.fromkeys(where.statuses)))
+    statuses = tuple(dict.fromkeys(where.statuses))
+    where = replace(where, statuses=statuses)
     tag = next((number for number, (_, value) in enumerate(where.tags) if value is not None), None)
     if tag is not None and (
-        where.project is not None or where.name is not None or len(where.statuses) == 1
+        where.project is not None or where.name is not None or len(statuses) == 1
     ):
         # Most runs with a frequent tag have another project or status: the index of those has fewer
         # rows to skip.
@@ -103,160 +96,89 @@ def page_query(
             >= _MANY_TAGGED
         ):
             tag = None
-    values = _values(where) | {"limit": limit}
-    if before is not None:
-        values |= {"before_at": before[0], "before_id": before[1]}
-    make = _page if where.search is None else _page.__wrapped__
-    return make(columns, _Shape.of(where), before is not None, tag), values
-
-
-def counted(columns: Columns, where: RunFilter) -> BoundQuery:
-    """Return the query for the runs that match a filter, in no order."""
-    return _matching(
-        columns, _Shape.of(where), range(len(where.statuses)), in_order=False
-    ), _values(where)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The conditions of a filter without their values: filters of one shape share a query."""
-
-    by_project: bool
-    num_statuses: int
-    by_name: bool
-    search: str | None
-    tags: tuple[bool, ...]
-    """For each tag whether its value is a condition, too."""
-
-    @classmethod
-    def of(cls, where: RunFilter) -> _Shape:
-        tags = tuple(value is not None for _, value in where.tags)
-        return cls(
-            where.project is not None,
-            len(where.statuses),
-            where.name is not None,
-            where.search or None,
-            tags,
-        )
-
-
-def _values(where: RunFilter) -> dict[str, Any]:
-    """Return the values of a filter's parameters; a query uses those that it has."""
-    values: dict[str, Any] = {"project": where.project, "name": where.name}
-    values |= {
-        f"wanted_status_{number}": status.value for number, status in enumerate(where.statuses)
-    }
-    for number, (key, value) in enumerate(where.tags):
-        values |= {f"tag_key_{number}": key, f"tag_value_{number}": value}
-    return values
-
-
-@lru_cache(maxsize=512)
-def _page(columns: Columns, shape: _Shape, is_behind: bool, tag: int | None) -> Columns:
-    """Return a page's query, cached, since building it takes longer than running it.
-
-    Args:
-        tag: number of the tag whose index to walk; None walks another index.
-    """
     if tag is not None:
-        return _tagged_page(columns, shape, is_behind, tag)
-    if shape.num_statuses < 2:
-        return (
-            _matching(_behind(columns, is_behind), shape, range(shape.num_statuses))
-            .order_by(*_ORDER)
-            .limit(_LIMIT)
-        )
+        return _tagged_page(columns, where, before, tag).limit(limit)
+    if len(statuses) < 2:
+        return _matching(_behind(columns, before), where).order_by(*_ORDER).limit(limit)
     # The index is sorted within each status: the page is among the first rows of each.
-    heads = _behind(select(runs.c.created_at, runs.c.id), is_behind)
+    heads = _behind(select(runs.c.created_at, runs.c.id), before)
     firsts = [
-        _matching(heads, shape, (number,)).order_by(*_ORDER).limit(_LIMIT).subquery()
-        for number in range(shape.num_statuses)
+        _matching(heads, replace(where, statuses=(status,)))
+        .order_by(*_ORDER)
+        .limit(limit)
+        .subquery()
+        for status in statuses
     ]
     found = union_all(*(select(first.c.created_at, first.c.id) for first in firsts)).subquery()
-    ids = select(found.c.id).order_by(found.c.created_at.desc(), found.c.id.desc()).limit(_LIMIT)
+    ids = select(found.c.id).order_by(found.c.created_at.desc(), found.c.id.desc()).limit(limit)
     return columns.where(runs.c.id.in_(ids)).order_by(*_ORDER)
 
 
-def _tagged_page(columns: Columns, shape: _Shape, is_behind: bool, tag: int) -> Columns:
+def counted(columns: Columns, where: RunFilter) -> Columns:
+    """Return the query for the runs that match a filter, in no order."""
+    return _matching(columns, where, in_order=False)
+
+
+def _tagged_page(columns: Columns, where: RunFilter, before: Place | None, tag: int) -> Columns:
     """Return a page's query along the tag's index, which is sorted by run id, and so by creation
     time."""
     query = columns.join(run_tags, run_tags.c.run_id == runs.c.id).where(
-        _is_tag(run_tags, tag, has_value=True)
+        _is_tag(run_tags, *where.tags[tag])
     )
-    if is_behind:
-        query = query.where(run_tags.c.run_id < _BEFORE_ID)
-    matching = _matching(query, shape, range(shape.num_statuses), beside=tag)
-    return matching.order_by(run_tags.c.run_id.desc()).limit(_LIMIT)
+    if before is not None:
+        query = query.where(run_tags.c.run_id < before[1])
+    others = tuple(each for number, each in enumerate(where.tags) if number != tag)
+    return _matching(query, replace(where, tags=others)).order_by(run_tags.c.run_id.desc())
 
 
-def _behind(columns: Columns, is_behind: bool) -> Columns:
-    if not is_behind:
+def _behind(columns: Columns, before: Place | None) -> Columns:
+    if before is None:
         return columns
     # With a row comparison the index seeks to the place; "older, or equal with a smaller id" would
     # scan from the newest.
-    return columns.where(tuple_(runs.c.created_at, runs.c.id) < tuple_(_BEFORE_AT, _BEFORE_ID))
+    place = tuple_(literal(before[0], Float), literal(before[1], String))
+    return columns.where(tuple_(runs.c.created_at, runs.c.id) < place)
 
 
-def _matching(
-    query: Columns,
-    shape: _Shape,
-    statuses: Sequence[int],
-    *,
-    beside: int | None = None,
-    in_order: bool = True,
-) -> Columns:
-    """Return the query with the shape's conditions, only the statuses of these numbers, without the
-    tag ``beside``.
+def _matching(query: Columns, where: RunFilter, *, in_order: bool = True) -> Columns:
+    """Return the query with the conditions of a filter.
 
     Args:
         in_order: the query walks an index and stops at the page's end.
     """
-    wanted = [bindparam(f"wanted_status_{number}", type_=String) for number in statuses]
-    if shape.by_project:
-        query = query.where(runs.c.project == bindparam("project", type_=String))
-    if len(wanted) == 1:
-        query = query.where(runs.c.status == wanted[0])
-    elif wanted:
-        query = query.where(runs.c.status.in_(wanted))
-    if shape.by_name:
-        query = query.where(runs.c.name == bindparam("name", type_=String))
-    if shape.search is not None:
-        query = query.where(_holds(shape.search))
-    for number, has_value in enumerate(shape.tags):
-        if number == beside:
-            continue
+    if where.project is not None:
+        query = query.where(runs.c.project == where.project)
+    if len(where.statuses) == 1:
+        query = query.where(runs.c.status == where.statuses[0].value)
+    elif where.statuses:
+        query = query.where(runs.c.status.in_([status.value for status in where.statuses]))
+    if where.name is not None:
+        query = query.where(runs.c.name == where.name)
+    if where.search:
+        query = query.where(_holds(where.search))
+    for key, wanted in where.tags:
         other = run_tags.alias()
-        if has_value and in_order:
+        if wanted is not None and in_order:
             # A subquery per run: PostgreSQL turns "exists" into a join, and its generic plan starts
             # at the wrong end.
             value = (
                 select(other.c.value)
-                .where(other.c.run_id == runs.c.id, other.c.key == _key(number))
+                .where(other.c.run_id == runs.c.id, other.c.key == key)
                 .correlate(runs)
             )
             # PostgreSQL expects an equality to match few rows, and would sort all runs of the
             # project. It expects an opaque condition to match half, and walks the index instead.
-            query = query.where(func.coalesce(value.scalar_subquery() == _value(number), false()))
+            query = query.where(func.coalesce(value.scalar_subquery() == wanted, false()))
         else:
             query = query.where(
-                exists().where(
-                    other.c.run_id == runs.c.id, _is_tag(other, number, has_value=has_value)
-                )
+                exists().where(other.c.run_id == runs.c.id, _is_tag(other, key, wanted))
             )
     return query
 
 
-def _is_tag(tags: FromClause, number: int, *, has_value: bool) -> ColumnElement[bool]:
-    is_key = tags.c.key == _key(number)
-    return and_(is_key, tags.c.value == _value(number)) if has_value else is_key
-
-
-def _key(number: int) -> BindParameter[str]:
-    return bindparam(f"tag_key_{number}", type_=String)
-
-
-def _value(number: int) -> BindParameter[str]:
-    return bindparam(f"tag_value_{number}", type_=String)
+def _is_tag(tags: FromClause, key: str, value: str | None) -> ColumnElement[bool]:
+    is_key = tags.c.key == key
+    return is_key if value is None else and_(is_key, tags.c.value == value)
 
 
 def _holds(text: str) -> Any:
@@ -362,7 +284,7 @@ def ordered_page(
     number, text = _order_value(connection.dialect, order, now)
     text = func.lower(func.substr(text, 1, _TEXT_CHARS))
     kind = case((number.is_not(None), 0), (text.is_not(None), 1), else_=2)
-    heads, values = counted(
+    heads = counted(
         _HEADS.add_columns(kind, number, text).order_by(
             kind,
             *(each.desc() if order.descending else each.asc() for each in (number, text)),
@@ -373,7 +295,7 @@ def ordered_page(
     )
     if after is not None:
         heads = heads.where(_behind_in_order(order, after, kind, number, text))
-    rows = connection.execute(heads.limit(limit + 1), values).all()
+    rows = connection.execute(heads.limit(limit + 1)).all()
     found = [RunHead._make(row[:3]) for row in rows[:limit]]
     if len(rows) <= limit:
         return found, None

@@ -73,7 +73,7 @@ class RunQueries(Store):
             return [
                 RunRow.read(row)
                 for row in connection.execute(
-                    *page_query(connection, _ROWS, where, limit, before)
+                    page_query(connection, _ROWS, where, limit, before)
                 ).all()
             ]
 
@@ -83,7 +83,7 @@ class RunQueries(Store):
             return [
                 RunHead._make(row)
                 for row in connection.execute(
-                    *page_query(connection, _HEADS, where, limit, before)
+                    page_query(connection, _HEADS, where, limit, before)
                 ).all()
             ]
 
@@ -154,9 +154,9 @@ class RunQueries(Store):
 
     def count_by_status(self, where: RunFilter = EVERY_RUN) -> dict[RunStatus, int]:
         """Return the number of runs in each status, by default of all runs."""
-        query, values = counted(_STATUS_COUNTS, where)
+        query = counted(_STATUS_COUNTS, where)
         with self._database.read() as connection:
-            found = connection.execute(query.group_by(runs.c.status), values).all()
+            found = connection.execute(query.group_by(runs.c.status)).all()
         return dict.fromkeys(RunStatus, 0) | {RunStatus(status): count for status, count in found}
 
 
