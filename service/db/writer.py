@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import structlog
@@ -15,7 +13,7 @@ from everstep.wire import Reason, RunStatus
 from everstep.wire.events import UNFIT, EventKind
 from service.annex import TableHooks
 from service.db.audit import Notification, notification_of
-from service.db.engine import encoded, insert_into
+from service.db.engine import insert_into
 from service.db.tables import events, metrics, notifications, runs, transitions
 from service.model.rows import EventRow, MetricPoint
 from service.model.run_rows import RunRow
@@ -26,7 +24,6 @@ from service.projections.goodput import TimeLedger, WorkLedger
 
 logger = structlog.get_logger(__name__)
 
-_INSERT_CHUNK_ROWS = 500
 _LOCKED = RunRow.select(runs).where(runs.c.id == bindparam("run_id")).with_for_update()
 _INSERT_RUN, _INSERT_TRANSITIONS = insert(runs), insert(transitions)
 
@@ -220,8 +217,7 @@ class RunWriter:
                 )
         self._found = replace(self.run)
         if self._events:
-            rows = [row | {"data": encoded(row["data"])} for row in self._events]
-            _execute_rows(self._connection, lambda _: insert(events), rows)
+            self._connection.execute(insert(events), self._events)
         if self._transitions:
             self._connection.execute(_INSERT_TRANSITIONS, self._transitions)
         if self._points:
@@ -248,10 +244,7 @@ class RunWriter:
             }
             for point in self._points.values()
         ]
-        for start in range(0, len(rows), _INSERT_CHUNK_ROWS):
-            _execute_rows(
-                self._connection, _points_upsert, rows[start : start + _INSERT_CHUNK_ROWS]
-            )
+        self._connection.execute(_points_upsert(self._connection.dialect), rows)
 
 
 def _points_upsert(dialect: Dialect) -> Insert:
@@ -261,23 +254,3 @@ def _points_upsert(dialect: Dialect) -> Insert:
         set_={"at": statement.excluded.at, "value": statement.excluded.value},
     )
     return upsert
-
-
-def _execute_rows(
-    connection: Connection, make: Callable[[Dialect], Insert], rows: list[dict[str, Any]]
-) -> None:
-    """Insert rows through the driver: journals have thousands of rows, and compiling a statement
-    for each would dominate the cost."""
-    statement, places = _compiled(make, connection.dialect)
-    connection.exec_driver_sql(
-        statement, rows if places is None else list(map(itemgetter(*places), rows))
-    )
-
-
-@lru_cache(maxsize=8)
-def _compiled(
-    make: Callable[[Dialect], Insert], dialect: Dialect
-) -> tuple[str, Sequence[str] | None]:
-    """Return the statement, and the order of its parameters if they are positional."""
-    compiled = make(dialect).compile(dialect=dialect)
-    return compiled.string, compiled.positiontup
