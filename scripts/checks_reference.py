@@ -24,12 +24,17 @@ HEAD = """\
 # What Everstep refuses, when, and at what cost
 
 For anyone who writes a task or a protected loop. After this page you know which mistakes
-Everstep finds by itself, when it looks for them, and what that costs.
+Everstep finds while it trains, when it looks for them, and what that costs.
 `scripts/checks_reference.py` writes this page from the code, so do not edit it.
 
-A refusal (`BadTask`, `DataChanged`) ends the run with this text; the same error at the same step
-twice is never retried. A warning is in the log, most also on the run's page. `…` stands for names,
-files with their lines, and numbers. No check changes anything.
+A run is refused where it would be wrong even if nobody disturbed it, or where a restart is
+certain to be. A refusal (`BadTask`, `DataChanged`) ends the run; its text ends with what to do, and
+the same error at the same step twice is never retried. A warning is in the log, most also on the
+run's page. `…` stands for names, files with their lines, and numbers. No check changes anything.
+
+Not on this page: mistakes in what is given, as an argument, a field of the spec, or what a task
+builds. They are found before training, at no cost, and the error says what to write. What a
+restart would change in your code is not guessed: [rehearse](rehearse.md) one.
 """
 ERRORS = ("BadTask", "DataChanged")
 OF_FILES = {
@@ -229,25 +234,37 @@ def messages() -> tuple[list[Said], list[str]]:
 
 
 def row(said: Said) -> str:
-    """Return the line of a message: what is wrong, and what to do."""
-    what, end, to_do = said.text.partition(". ")
+    """Return the line of a message: what is wrong. The message itself says what to do."""
+    what, end, _ = said.text.partition(". ")
     if not end:
-        what, _, to_do = said.text.rpartition("; ")
-        what, to_do = (what, to_do) if what else (said.text, "")
-    cells = [f"{'(warning) ' if said.kind == 'warning' else ''}{what}", to_do, said.cost]
-    return f"| {' | '.join(each.replace('|', '/').replace('*', chr(92) + '*') for each in cells)} |"
+        what = said.text.rpartition("; ")[0] or said.text
+    return f"- {'(warning) ' if said.kind == 'warning' else ''}{what.replace('*', chr(92) + '*')}"
+
+
+def groups(found: list[Said]) -> dict[Moment, dict[str, set[str]]]:
+    """Return the lines by the first moment at which they may be said, and by costs and moments
+    after it. What can be said only before training, of what was built, is left out."""
+    moments = defaultdict[str, set[Moment]](set)
+    costs = dict[str, str]()
+    for said in found:
+        moments[row(said)].add(said.moment)
+        costs[row(said)] = said.cost
+    by_moment = {moment: defaultdict[str, set[str]](set) for moment in Moment}
+    for line, at in moments.items():
+        first, *others = (moment for moment in Moment if moment in at)
+        if first is not Moment.BUILT or others:
+            later = "".join(f"; again {each.partition(': ')[2]}" for each in others)
+            by_moment[first][f"Cost: {costs[line]}{later}."].add(line)
+    return {moment: dict(lines) for moment, lines in by_moment.items() if lines}
 
 
 def page(found: list[Said]) -> str:
     """Return the page."""
-    by_moment = defaultdict[Moment, set[Said]](set)
-    for said in found:
-        by_moment[said.moment].add(said)
     parts = [HEAD]
-    for moment in Moment:
-        title = f"{moment[0].upper()}{moment[1:]}"
-        parts += [f"\n## {title}\n", "| what | what to do | cost |", "|---|---|---|"]
-        parts += [row(said) for said in sorted(by_moment[moment], key=lambda each: each[1:])]
+    for moment, by_cost in groups(found).items():
+        parts.append(f"\n## {moment[0].upper()}{moment[1:]}")
+        for cost, lines in sorted(by_cost.items()):
+            parts += [f"\n{cost}\n", *sorted(lines)]
     return "\n".join(parts) + "\n"
 
 

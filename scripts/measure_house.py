@@ -17,13 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSES = ("everstep", "storage", "service", "train_fn")
 
-MAX_FILES = 426
+MAX_FILES = 425
 MAX_LINES = {
-    "everstep": 16_360,
+    "everstep": 16_357,
     "storage": 5_767,
     "service": 29_484,
-    "train_fn": 49_770,
-    "tests": 100_042,
+    "train_fn": 49_441,
+    "tests": 99_778,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

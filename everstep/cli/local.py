@@ -314,10 +314,13 @@ def rehearse(
             "epoch ends within the steps.",
         ),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Try every death, also once something differs.")
+    ] = False,
 ) -> None:
     """Train a few steps of your code on this machine, kill its ranks in several ways, and compare
-    every step with a training that nobody disturbed. Exit code 0 if all is equal, 1 if something
-    differs, 2 if it could not be tried."""
+    every step with a training that nobody disturbed. It ends at the first difference. Exit code 0
+    if all is equal, 1 if something differs, 2 if it could not be tried."""
     raw, archive = with_code(
         None if spec is None else read_spec(spec), code, task, train_fn, script, context.meta[ARGV]
     )
@@ -335,9 +338,9 @@ def rehearse(
             style=_STYLES[row.outcome],
         )
 
-    report = rehearsal.rehearse(
-        parsed, archive, ranks=ranks, steps=steps, max_samples=max_samples, say=say
-    )
+    begin = out.note if out.is_interactive else lambda name: None
+    options = {"ranks": ranks, "steps": steps, "max_samples": max_samples, "every": every}
+    report = rehearsal.rehearse(parsed, archive, **options, say=say, begin=begin)
     if out.as_json:
         out.json(report)
     else:

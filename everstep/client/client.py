@@ -161,9 +161,10 @@ class Client(Part):
     def rehearse(self, code: str | Path, /, *argv: str, **options: str | int) -> Rehearsal:
         """Rehearse a restart on the code in a directory of this machine, as ``everstep rehearse``
         does, in a process of its own and without the service. ``argv`` are arguments of a script,
-        ``options`` those of the command. Raises UsageError for what cannot be rehearsed.
+        ``options`` those of the command (``all=True``). Raises UsageError if nothing can be done.
         """
-        given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        named = ((f"--{name.replace('_', '-')}", value) for name, value in options.items())
+        given = [name if value is True else f"{name}={value}" for name, value in named]
         command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", *given]
         command += [f"--code={code}", *(["--", *argv] if argv else [])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,8 +1,7 @@
 """Mistakes in the order of a user's loop under ``es.protect``.
 
-What a loop changes after ``state.step()`` would be done twice, or not at all, by a restart. What
-differs between ranks could not be trusted by one. What it changes before the optimizer's step is
-lost with a rank that fails in between.
+What differs between ranks could not be trusted by one. What a commit leaves behind, as gradients
+that are still being added up, is in no state. Ranks of a sharded model must meet in one order.
 """
 
 from __future__ import annotations
@@ -27,53 +26,23 @@ if TYPE_CHECKING:
     from train_fn.protect.commits import Updates
     from train_fn.protect.loop_state import LoopState
 
-_STEPS = 2
-"""Steps of an attempt in which all of the state is compared."""
 _LOOKED_AT = 8
 
 
-class OrderWatch(Check):
-    """Refuse a loop that changes its state between a commit and the next optimizer step, or whose
-    ranks commit different states."""
+class SameOnAllRanks(Check):
+    """Refuse a loop whose ranks commit different states, at the first commit of an attempt."""
 
-    costs = dict.fromkeys((Moment.STEP,), "digests of the state, in an attempt's first two steps")
+    costs = dict.fromkeys((Moment.STEP,), "digests of the state, in an attempt's first step")
 
     def __init__(self, state: LoopState, peers: Peers) -> None:
         self._state, self._peers = state, peers
-        self._left = _STEPS
-        self._committed: dict[str, str] | None = None
+        self._is_due = not peers.alone
 
     def after(self, moment: Moment, source: str) -> None:
-        """Note the state of a commit, and compare it between ranks at the first one. A
-        collective."""
-        if not self._left:
-            return
-        self._committed = self._state.digests()
-        if self._left == _STEPS and not self._peers.alone:
-            mine = {**self._committed, **self._state.digest_of_rest()}
-            self._compare(self._peers.gather(mine))
-        self._left -= 1
-
-    def renew(self) -> None:
-        """Note the state again: what the loop did after the commit belongs to it."""
-        if self._committed is not None:
-            self._committed = self._state.digests()
-
-    def before(self, moment: Moment) -> None:
-        """Compare the present state with that of the commit."""
-        if self._committed is None:
-            return
-        before, self._committed = self._committed, None
-        now = self._state.digests()
-        changed = [
-            name for name in before if now[name] != before[name] and not self._state.is_copied(name)
-        ]
-        if changed:
-            raise BadTask(
-                f"the loop changed {', '.join(changed)} after state.step() and before the next "
-                "optimizer step, so a restart would do it twice or not at all. Move the change "
-                "before state.step()"
-            )
+        """Compare the state of the first commit between ranks. A collective."""
+        if self._is_due:
+            self._is_due = False
+            self._compare(self._peers.gather(self._state.digests()))
 
     def _compare(self, of_ranks: list[dict[str, str]]) -> None:
         for rank, digests in enumerate(of_ranks):
@@ -89,24 +58,6 @@ class OrderWatch(Check):
                     "DistributedDataParallel (or, if it is sharded, let buffers follow from all "
                     "ranks, as SyncBatchNorm does), and leave what differs by rank out of extra"
                 )
-
-
-class WeightsOfCommit(Check):
-    """Refuse a loop that changes trained weights within the step before an optimizer did: a rank
-    that fails in between would have no state to leave."""
-
-    costs = dict.fromkeys((Moment.STEP,), "a look at the weights, in an attempt's first two steps")
-
-    def __init__(self, state: LoopState, updates: Updates) -> None:
-        self._state, self._updates = state, updates
-
-    def before(self, moment: Moment) -> None:
-        if self._updates.num < _STEPS and self._state.weights_have_changed():
-            raise BadTask(
-                f"the loop changed the trained weights of step {self._state.step + 1} before the "
-                "optimizer's step, as SAM does: a rank that fails in between would go back to the "
-                "last checkpoint. Pass torn='shadow' to es.protect, which keeps a copy"
-            )
 
 
 class GradientsUsed(Check):

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from train_fn.checks.attributes import owners_of, warn_of_unsaved
 from train_fn.checks.check import Moment
 from train_fn.checks.fits import check_small_batch, smallest_micro_batch, trains_batch_norm
 from train_fn.checks.order import met_by_all
@@ -26,10 +26,16 @@ from train_fn.state.sound_state import NOT_COMPARED, numerics_of
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places
-from train_fn.tasks.protocol import Sum, where
+from train_fn.tasks.protocol import Sum, Task, where
 
 if TYPE_CHECKING:
     from train_fn.loop.replica import Replica
+
+
+def owners_of(task: Task, model: nn.Module) -> dict[str, object]:
+    """Return the objects whose plain attributes a forward pass may change: the model's modules and
+    the task."""
+    return {**dict(model.named_modules()), type(task).__name__: task}
 
 
 class _Undoing:
@@ -50,10 +56,8 @@ class _Undoing:
         if kind is not None and not self._was_complete:
             return  # nothing to lose
         self.warm_up.put_back()
-        changed = self._replica.changed_by_pass = self.attributes.changed()
+        self._replica.changed_by_pass = self.attributes.changed()
         self._replica.task_state.load(state.task)
-        if kind is None:
-            warn_of_unsaved(self._replica.warn, changed, self.attributes)
         self.attributes.put_back()
         state.complete = self._was_complete
 

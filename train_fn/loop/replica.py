@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train_fn.checks.attributes import LostAttributes, StepperAttributes, owners_of
 from train_fn.checks.check import Check, Checks
 from train_fn.checks.fits import require_elastic
 from train_fn.checks.order import CallOrder
@@ -416,17 +415,13 @@ class Replica:
 
 def _checks_of(replica: Replica) -> list[Check]:
     """Return the checks of Everstep's own loop, in the order in which they are made."""
-    task, state, trained = replica.task, replica.state, replica.trained
-    # A task with a state may keep its attributes there.
-    owners = {**owners_of(task, state.model), **dict(state.model.named_parameters())}
+    state, trained = replica.state, replica.trained
     checks: list[Check] = [
         DataKept(replica.train_set),
-        LostAttributes({} if replica.task_state else owners),
         ModesKept(state.model),
         trained,
         WeightsKept(trained),
         replica.together,
-        StepperAttributes(state),
     ]
     has_hook = replica.after_step is not None
     return [*checks, SameAfterStep(replica.peers, state)] if has_hook else checks

@@ -213,10 +213,6 @@ class PartCopies:
         """Return the present state of every scheduler and extra."""
         return {name: part.state_dict() for name, part in self._parts.others.items()}
 
-    def holds(self, name: str) -> bool:
-        """Return whether a copy of this part is kept."""
-        return name in self._states
-
     def note(self) -> None:
         """Take the present values."""
         states = localized(self.live())

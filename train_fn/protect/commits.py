@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from storage.run_control import Stop
-from train_fn.checks.order import OrderWatch
 from train_fn.errors import BadTask, StepNotWhole
 from train_fn.protect.batches import EqualBatches, Share
 from train_fn.protect.changes import FROZEN, OPTIONS
@@ -335,9 +334,9 @@ _BUFFERS = "buffers or untrained weights"
 class Boundary:
     """Follow the loop of one rank from each commit to the beginning of the next step."""
 
-    def __init__(self, state: LoopState, watch: OrderWatch, renew: Callable[[], None]) -> None:
+    def __init__(self, state: LoopState, renew: Callable[[], None]) -> None:
         """``renew`` copies the newest commit again, if copies of whole states are kept."""
-        self._state, self._watch, self._renew = state, watch, renew
+        self._state, self._renew = state, renew
         self.is_open = True
         """Whether the next step has not begun."""
         self.sees_steps = False
@@ -397,7 +396,6 @@ class Boundary:
                 self._changed.update(changed)
         if changed:
             self._state.note_parts(of_step=False)
-            self._watch.renew()
             self._renew()
         else:
             self._state.note_unseen()
@@ -413,8 +411,8 @@ class Boundary:
                 "evaluation, or read the data by es.loader, which says where a step begins"
             )
         if not self.sees_steps and not self._is_first:
-            settled = self._state.parts.settled
-            require_order(self._state.changed_parts(settled))
+            weights = ["the trained weights"] if self._state.weights_have_changed() else []
+            require_order([*self._state.changed_parts(self._state.parts.settled), *weights])
 
     def problem(self) -> str | None:
         """Return why the state of the newest commit must not be left; None if it may."""
@@ -444,12 +442,6 @@ def require_restored(changed: Collection[str], step: int) -> None:
             f"state of step {step} was restored: a restart would do it once more than an "
             "undisturbed run. Do it before `with state:`, after the steps of an epoch, or only "
             "if state.step_number is 0"
-        )
-    if changed:
-        logger.warning(
-            "the loop changed %s after the state of step %d was restored",
-            few(sorted(changed)),
-            step,
         )
 
 

@@ -7,10 +7,12 @@ which others may not share.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 from train_fn import own_loop
@@ -33,6 +35,8 @@ from train_fn.samples.sampler import digest_of, key, own_generators, seed_anew
 _END = object()
 _LEAD = 2
 """Batches that are read before the last one when it is compared: as many as have their seeds."""
+_MOST_PLACES, _MOST_READ = 16, 2
+"""Batches of which the places, or the contents, are compared before a loop begins."""
 _LEADS_AGAIN = (0, 1, 3)
 """Of further readings: at other places of an iteration, by other loader processes."""
 
@@ -197,6 +201,8 @@ class FollowedLoader:
             self._by_rank = state.seeds_differ and not divides(self._loader)
         if self._draws_by_rank is None:
             self._draws_by_rank = state.draws_differ
+        if not state.step_number and not self.epoch and not self._num_batches:
+            self._require_place(state)
         tell_epoch(self._loader, self.epoch)
         self._require_same_epochs(state)
         self._move_to(state.world_size, state.rank)
@@ -229,6 +235,27 @@ class FollowedLoader:
             marks = self._taken.marks if self._taken is not None else None
             self._ended = {"num_batches": self._num_batches, "marks": marks} if marks else None
             self.epoch, self._num_batches, self._taken = self.epoch + 1, 0, None
+
+    def _require_place(self, state: Followed) -> None:
+        """Raise BadTask for a loader that begins the same epoch with other batches when it is begun
+        again: where it is does not follow from epoch and batch."""
+        if kept_iterator(self._loader) is None and self._begun(state) != self._begun(state):
+            raise not_followed(self._loader, "es.loader")
+
+    def _begun(self, state: Followed) -> list[Any]:
+        """Begin the epoch. Return the places of its first batches, as far as a sampler says them;
+        else their marks."""
+        self._order(state)
+        if skips(self._loader):
+            return [list(each) for each in islice(self._loader.batch_sampler, _MOST_PLACES)]
+        found, data = list[Any](), getattr(self._loader, "dataset", None)
+        place = _place_of(data)
+        for at, batch in enumerate(islice(self._loader, _MOST_READ)):
+            found.append(Taken(batch).marks)
+            self._draw(state, at + 1)
+        if data is not None and place is not None:
+            data.load_state_dict(place)
+        return found
 
     def _require_same_end(self, state: Followed) -> None:
         """Raise DataChanged if only the loop that began the run may go on, and the last batch of
@@ -313,6 +340,34 @@ class FollowedLoader:
         set_order(loader, state.seed, self.epoch, by_rank, draws_by_rank)
 
 
+def _place_of(data: Any) -> Any:
+    """Return the state of data that go on where they are when they are iterated again; None for
+    others, as for those whose state depends on what a loader says."""
+    if not hasattr(data, "state_dict") or not hasattr(data, "load_state_dict"):
+        return None
+    try:
+        return copy.deepcopy(data.state_dict())
+    except TypeError:
+        return None
+
+
+def not_followed(loader: Any, who: str) -> BadTask:
+    """Return the error for a loader that is another one whenever an epoch is begun."""
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    own = (
+        "It has a state of its own: iterate it yourself, and pass it as es.protect(extra={'data': "
+        "loader}), which keeps that state"
+        if has_state
+        else "Let set_epoch(epoch) say which epoch it is, draw from torch's generator, or use "
+        "es.loader(dataset, global_batch_size=…)"
+    )
+    return BadTask(
+        f"{who}: {type(loader).__name__} gives other batches when an epoch is begun again: it "
+        "counts how often it was iterated, uses up its data, or draws from what nothing seeds, so "
+        f"no restart could find its place. {own}"
+    )
+
+
 @dataclass(frozen=True)
 class ReadAgain:
     """A place within an epoch where a restart goes on. Its last batch is read again, on all ranks
@@ -353,16 +408,19 @@ class ReadAgain:
                     "data back as it was, sort what a directory or a set lists, and let samplers "
                     "and data draw from torch's generator; or start a new run"
                 )
+            # Loader processes that live on serve one iterator only.
+            rest, again = self._last(state, step - 1, _LEAD)
+            if other and not skips(self.loader) and differing(found, again):
+                raise not_followed(self.loader, self.who)
             if other:
                 logger.warning(
-                    "%s: what loader processes draw for a sample, as random crops, is not "
-                    "restored: batches of epoch %d are others than in an undisturbed run. Set "
-                    "num_workers=0, or use es.loader(dataset, …), which seeds every sample",
+                    "%s: what the data draw for a sample by themselves, as random crops in loader "
+                    "processes, is not restored: batches of epoch %d are others than in an "
+                    "undisturbed run. Draw from torch's generator with num_workers=0, or use "
+                    "es.loader(dataset, …), which seeds every sample",
                     self.who,
                     self.epoch,
                 )
-            # Loader processes that live on serve one iterator only.
-            rest, _ = self._last(state, step - 1, _LEAD)
         state.reseed()  # as before each batch: what the data draws in this process
         self.draw(self.num_done)
         return rest

@@ -190,10 +190,6 @@ class LoopState(RunState):
             *(["buffers or untrained weights"] if self.volatile.has_changed() else []),
         ]
 
-    def is_copied(self, name: str) -> bool:
-        """Return whether this names a part of which a copy is kept."""
-        return self._copies.holds(name)
-
     def weights_have_changed(self) -> bool:
         """Return whether trained weights are others than at the last commit, as far as is seen."""
         return self._weights_mark.has_changed()
@@ -221,24 +217,21 @@ class LoopState(RunState):
         )
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each part that must be the same on all ranks, and change between the
-        first optimizer step and the commit only."""
+        """Return a digest of each part, which must be the same on all ranks at a commit."""
         parts, weights = self.parts, self._weights()
+        trained = self._trained & weights.keys()
+        kept_apart = {*self._trained, *(name.removeprefix(WEIGHT) for name in self.rows)}
+        rest = {name: value for name, value in weights.items() if name not in kept_apart}
         return {
-            "the trained weights": tree_digest(
-                {name: weights[name] for name in sorted(self._trained & weights.keys())}
-            ),
+            "the trained weights": tree_digest({name: weights[name] for name in sorted(trained)}),
             **{
                 f"the state of the optimizer{name and ' ' + name}": tree_digest(
                     optimizer.state_dict()["state"], f"optimizer{name and '/' + name}/state"
                 )
                 for name, optimizer in parts.optimizers.items()
             },
-            **{
-                name: tree_digest(part.state_dict())
-                for name, part in parts.others.items()
-                if name in parts.settled
-            },
+            BUFFERS: tree_digest(rest),
+            **{name: tree_digest(part.state_dict()) for name, part in parts.others.items()},
         }
 
     def is_of_rank(self, name: str) -> bool:
@@ -246,17 +239,6 @@ class LoopState(RunState):
         is_cut = any(each.startswith(f"{EXTRA}{name}/") for each in self.rows)
         is_common = (name in self.parts.others and not is_cut) or name == BUFFERS
         return name in self.parts.loaders or (self.piece is not None and not is_common)
-
-    def digest_of_rest(self) -> dict[str, str]:
-        """Return a digest of what else must be the same on all ranks."""
-        own = {*self._trained, *(name.removeprefix(WEIGHT) for name in self.rows)}
-        rest = {name: value for name, value in self._weights().items() if name not in own}
-        others = {
-            name: tree_digest(part.state_dict())
-            for name, part in self.parts.others.items()
-            if name not in self.parts.settled
-        }
-        return {BUFFERS: tree_digest(rest), **others}
 
     # -- the face of TrainState
 

@@ -164,9 +164,7 @@ class Protected:
         own = (state.seed, state.own_draws)
         state.why_alike = home.why_alike
         self.must_be_alike = home.why_alike is not None
-        self._training = training = prepare(
-            ctx, state, self._torn, of_trainer=self.ends_with_commit
-        )
+        self._training = training = prepare(ctx, state, self._torn)
         session = training.session
         session.begin(training_facts(session, state, self._total_steps))
         seeds, draws = zip(*training.peers.gather(own), strict=True)
@@ -344,7 +342,6 @@ class Protected:
         training.peers.require_whole()
         if not self.ends_with_commit:  # an adapter's trainer does it again, after a restart too
             training.boundary.require_unchanged()
-        training.checks.before(Moment.STEP)
         training.pass_gate()
         self._is_settled = True
 

@@ -27,14 +27,11 @@ from storage.run_control import Stop
 from storage.run_dir import RunDir
 from train_fn import own_loop
 from train_fn.checkpoints.fork import Origin
-from train_fn.checks.attributes import LoopAttributes
-from train_fn.checks.carried import CarriedWatch
-from train_fn.checks.check import Check, Checks
+from train_fn.checks.check import Checks
 from train_fn.checks.order import (
     CallOrder,
     GradientsUsed,
-    OrderWatch,
-    WeightsOfCommit,
+    SameOnAllRanks,
     require_same_order,
 )
 from train_fn.checks.ranks import StatelessHooks
@@ -100,19 +97,14 @@ class LoopTraining:
         require_same_order(of_ranks, "the loop", f"since step {self.state.step}")
 
 
-def prepare(ctx: WorkerContext, state: LoopState, torn: Torn, *, of_trainer: bool) -> LoopTraining:
-    """Restore the state that the ranks agree on, and build what a step uses. A collective.
-
-    Args:
-        of_trainer: whether the loop is not the user's own, but that of an adapter's trainer.
-    """
+def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
+    """Restore the state that the ranks agree on, and build what a step uses. A collective."""
     sweep_forgotten(ctx)
     session = Session(ctx, state, heirs=state.parts.heirs)
     session.restore(_adopted)
     session.announce()
     parts, peers = state.parts, session.peers
     agreement, updates = Agreement(peers), Updates(may_skip=parts.has_scaler)
-    watch = OrderWatch(state, peers)
     shadows = Shadows(state) if torn == "shadow" else None
     training = LoopTraining(
         ctx=ctx,
@@ -120,27 +112,20 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn, *, of_trainer: boo
         state=state,
         peers=peers,
         buffers=SharedBuffers(parts.wrapped, peers),
-        checks=Checks(checks_of(state, updates, watch, torn, of_trainer=of_trainer)),
-        boundary=Boundary(state, watch, shadows.renew if shadows is not None else lambda: None),
+        checks=Checks(
+            [
+                StatelessHooks(parts.wrapped),
+                GradientsUsed(state, updates),
+                SameOnAllRanks(state, peers),
+            ]
+        ),
+        boundary=Boundary(state, shadows.renew if shadows is not None else lambda: None),
         commits=Commits(session, state, agreement, updates),
         shadows=shadows,
         order=CallOrder(parts.modules(), peers, "the loop") if parts.piece is not None else None,
     )
     session.open(exchange=agreement.exchange)  # it starts threads: what may fail has come before
     return training
-
-
-def checks_of(
-    state: LoopState, updates: Updates, watch: OrderWatch, torn: Torn, *, of_trainer: bool
-) -> list[Check]:
-    """Return the checks of a user's loop, in the order in which they are made."""
-    parts = state.parts
-    checks: list[Check] = [StatelessHooks(parts.wrapped), GradientsUsed(state, updates), watch]
-    # A trainer wraps its model after it has begun, which writes all weights again.
-    if torn == "refuse" and not of_trainer:
-        checks.append(WeightsOfCommit(state, updates))
-    checks.append(LoopAttributes(parts.models, parts.optimizers))
-    return checks if of_trainer else [*checks, CarriedWatch(state)]
 
 
 def _adopted(state: dict[str, Any], origin: Origin) -> dict[str, Any]:

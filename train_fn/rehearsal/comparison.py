@@ -36,6 +36,8 @@ class Step:
     is_evaluated: bool = False
     """Whether the model was evaluated before this step."""
     ends_epoch: bool = False
+    carried: list[str] = field(default_factory=list)
+    """Variables that held an argument of the model before the step began."""
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Record:
     final_step: int | None = None
     losses: dict[int, float] = field(default_factory=dict)
     """By steps done after it."""
+    lines: dict[str, int] = field(default_factory=dict)
+    """Where the user's code assigns what it holds, by name."""
 
 
 def read_record(path: Path) -> Record:
@@ -77,10 +81,12 @@ def _enter(record: Record, entry: dict[str, Any]) -> None:
         step.is_evaluated = not step.inputs or step.is_evaluated
     elif entry["kind"] == "input":
         step.inputs.append(entry["of"])
+        step.carried += entry["carried"]
         step.where = entry["where"] or step.where
     elif entry["kind"] == "update":
         names = ("state", "gradients", "draws", "held", "where")
         step.updates.append(Update(**{name: entry[name] for name in names}))
+        record.lines.update(entry["lines"])
         step.where = entry["where"] or step.where
 
 
@@ -107,7 +113,20 @@ class Difference:
         return f"{self.what} of step {self.step}, rank {self.rank}{place}: {self.detail}.{held}"
 
 
+COPIED = "weights"
+"""Begins the text of another model that the user's code holds, or of a copy of weights."""
+
 ADVICE = {
+    "a batch that was read before": (
+        "A variable hands the batch from one step to the next, and no state holds it: after a "
+        "restart the code before the loop reads another one. Read each batch within the step that "
+        "trains on it, after state.step(), or read the data by es.loader"
+    ),
+    "what the code keeps": (
+        "Another model, or a copy of weights, begins anew after a restart. Pass it as "
+        "es.protect(extra=…): a module, or an object with state_dict() and load_state_dict(). Of a "
+        "task, let state_dict() and load_state_dict() keep it"
+    ),
     "the samples": (
         "The batch is another one. Its order must follow from the seed and the epoch alone: read "
         "it by es.loader and pass that as es.protect(extra=…); say what changes by epoch in "
@@ -237,7 +256,7 @@ def _of_rank(
                     "the number of steps", number + 1, rank, "the undisturbed run has no such step"
                 )
             continue
-        one = _of_step(rank, number, twin, step, is_whole, ignored)
+        one = _of_step(rank, number, twin, step, is_whole, ignored, found.lines)
         if one is not None:
             return one
         loss, other = expected.losses.get(number + 1), found.losses.get(number + 1)
@@ -255,7 +274,13 @@ def _of_rank(
 
 
 def _of_step(
-    rank: int, number: int, twin: Step, step: Step, is_whole: bool, ignored: Collection[str]
+    rank: int,
+    number: int,
+    twin: Step,
+    step: Step,
+    is_whole: bool,
+    ignored: Collection[str],
+    lines: Mapping[str, int],
 ) -> Difference | None:
     """Compare one step. One that was broken off is compared as far as it got."""
 
@@ -263,7 +288,8 @@ def _of_step(
         index = min(at or 0, len(step.updates) - 1, len(twin.updates) - 1)
         held: tuple[str, ...] = ()
         if index >= 0:
-            held = tuple(held_changes(twin.updates[index], step.updates[index], ignored)[:4])
+            changes = held_changes(twin.updates[index], step.updates[index], ignored, lines)
+            held = tuple(changes[:4])
         return Difference(what, number + 1, rank, detail, step.where, held)
 
     if step.updates and twin.updates:
@@ -272,7 +298,11 @@ def _of_step(
             return differs(*changed)
     for one, other in zip(twin.inputs, step.inputs, strict=False):
         if [each[0] for each in one] != [each[0] for each in other]:
-            return differs("the samples", f"{_shown(one)} became {_shown(other)}")
+            became = f"{_shown(one)} became {_shown(other)}"
+            if twin.carried:
+                of = f"{_few(twin.carried)} held it when the step before was committed: {became}"
+                return differs("a batch that was read before", of)
+            return differs("the samples", became)
     if is_whole and len(step.inputs) != len(twin.inputs):
         detail = f"{len(twin.inputs)} calls of the model became {len(step.inputs)}"
         return differs("the samples", detail)
@@ -286,7 +316,23 @@ def _of_step(
     if is_whole and len(step.updates) != len(twin.updates):
         detail = f"{len(twin.updates)} became {len(step.updates)}"
         return differs("the number of optimizer steps", detail)
+    if step.updates and twin.updates:
+        before, after = twin.updates[0].held, step.updates[0].held
+        kept = [name for name in after if _is_lost(before.get(name, ""), after[name])]
+        if kept := [name for name in kept if name not in ignored]:
+            return differs("what the code keeps", _few([with_line(each, lines) for each in kept]))
     return None
+
+
+def _is_lost(expected: str, found: str) -> bool:
+    """Return whether a copy of weights became another one, or none."""
+    is_kept = expected.startswith(COPIED) and (found.startswith(COPIED) or found == "None")
+    return is_kept and expected != found
+
+
+def with_line(name: str, lines: Mapping[str, int]) -> str:
+    """Return a name with the line that assigns it, where that is known."""
+    return f"{name}, line {lines[name]}" if name in lines else name
 
 
 def _changed(expected: Mapping[str, str], found: Mapping[str, str]) -> tuple[str, str] | None:
@@ -323,16 +369,20 @@ def _shown(call: list[list[str]]) -> str:
     return "; ".join(each[1] for each in call) or "nothing"
 
 
-def held_changes(expected: Update, found: Update, ignored: Collection[str]) -> list[str]:
-    """Return in words what the user's code holds and is different. Counters and the like come
-    first: they cause what tensors show."""
+def held_changes(
+    expected: Update, found: Update, ignored: Collection[str], lines: Mapping[str, int]
+) -> list[str]:
+    """Return in words what the user's code holds and is different, with the line that assigns it.
+    Counters and the like come first: they cause what tensors show."""
     changes = [
         (name, expected.held.get(name, "unset"), found.held.get(name, "unset"))
         for name in _names(expected.held, found.held)
         if name not in ignored
     ]
-    changes.sort(key=lambda each: (each[1].startswith("#"), "." in each[1]))
-    return [f"{name} ({before} became {after})" for name, before, after in changes]
+    changes.sort(key=lambda each: (each[1].startswith(("#", COPIED)), "." in each[1]))
+    return [
+        f"{with_line(name, lines)} ({before} became {after})" for name, before, after in changes
+    ]
 
 
 def held_names(expected: Sequence[Record], attempts: Iterable[Sequence[Record]]) -> dict[str, str]:

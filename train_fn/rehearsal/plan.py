@@ -20,6 +20,7 @@ from train_fn.rehearsal.comparison import (
     first_difference,
     held_names,
     same_batches,
+    with_line,
 )
 from train_fn.rehearsal.recorder import Orders, Place
 from train_fn.rehearsal.trial import Setup, Trial, trial
@@ -63,14 +64,18 @@ def rehearse(
     ranks: int = 2,
     steps: int = 12,
     max_samples: int | None = None,
+    every: bool = False,
     say: Callable[[RehearsalRow], None] = lambda row: None,
+    begin: Callable[[str], None] = lambda name: None,
 ) -> Rehearsal:
     """Train a few steps of the spec's code undisturbed, and again with deaths; compare them.
 
     Args:
         archive: the spec's code, if it has code of its own.
         max_samples: limit on the samples of each data set that has a length.
+        every: try all deaths, also once something was different.
         say: called with each row as soon as it is known.
+        begin: called with the name of each row before its training begins.
 
     Raises UsageError for what cannot be rehearsed.
     """
@@ -89,7 +94,7 @@ def rehearse(
         setup = Setup(_alone(spec), archive, Path(directory), ranks, steps, max_samples, name)
         if archive is not None:
             CodeStore(open_storage(setup.storage)).put(archive)
-        notes = _Rehearsal(setup, tell).run()
+        notes = _Rehearsal(setup, tell, begin, every=every).run()
     outcome, text = summed_up(rows)
     return Rehearsal(
         outcome=outcome, text=text, ranks=ranks, steps=steps, rows=tuple(rows), notes=notes
@@ -105,8 +110,15 @@ def _alone(spec: RunSpec) -> RunSpec:
 
 
 class _Rehearsal:
-    def __init__(self, setup: Setup, tell: Callable[[RehearsalRow], None]) -> None:
-        self._setup, self._tell = setup, tell
+    def __init__(
+        self,
+        setup: Setup,
+        tell: Callable[[RehearsalRow], None],
+        begin: Callable[[str], None],
+        *,
+        every: bool,
+    ) -> None:
+        self._setup, self._tell, self._begin, self._every = setup, tell, begin, every
         self._number = 0
         self._expected: list[Record] = []
         self._ignored: set[str] = set()
@@ -117,12 +129,20 @@ class _Rehearsal:
         if not self._undisturbed() or not self._again():
             return ()
         deaths, left_out = deaths_of(self._expected, self._setup.world_size, self._setup.last_step)
-        for death in deaths:
-            self._tell(self._died(death))
+        for at, death in enumerate(deaths, start=1):
+            self._begin(f"… {death.name} ({at} of {len(deaths)})")
+            row = self._died(death)
+            self._tell(row)
+            if row.outcome == "different" and not self._every and at < len(deaths):
+                name = f"{len(deaths) - at} more deaths"
+                text = "not tried once something is different: --all tries them, too"
+                left_out = [row_of(name, "left out", text)]
+                break
         for row in left_out:
             self._tell(row)
         return tuple(
-            f"{name}: {values}. Your code holds it by itself, and nothing that was compared "
+            f"{with_line(name, self._expected[0].lines)}: {values}. Your code holds it by itself, "
+            "and nothing that was compared "
             "depends on it here. If it matters later, derive it from state.step_number or pass it "
             "as es.protect(extra=…)"
             for name, values in self._noted.items()
@@ -148,10 +168,11 @@ class _Rehearsal:
 
     def _undisturbed(self) -> bool:
         """Train undisturbed. Return whether there is something to compare with."""
+        name = "undisturbed"
+        self._begin(f"… {name}")
         training = self._trial([])
         result = training.attempts[0]
         self._expected = result.records
-        name = "undisturbed"
         if result.error is not None:
             text = f"the code fails by itself: {result.error}"
             trace = result.failure.traceback if result.failure is not None else None
@@ -180,12 +201,13 @@ class _Rehearsal:
 
     def _again(self) -> bool:
         """Train undisturbed once more. Return whether that gives the same."""
+        name = "undisturbed, once more"
+        self._begin(f"… {name}")
         training = self._trial([])
         attempts = [each.records for each in training.attempts]
         # what two undisturbed trainings do not share is of no interest: times, ids of processes
         self._ignored = set(held_names(self._expected, attempts))
         difference = first_difference(self._expected, attempts, ())
-        name = "undisturbed, once more"
         if training.attempts[0].error is not None:
             difference = Difference("the end", 0, 0, training.attempts[0].error)
         if difference is None:
@@ -229,7 +251,8 @@ class _Rehearsal:
 def deaths_of(
     expected: Sequence[Record], world_size: int, last_step: int
 ) -> tuple[list[Death], list[RehearsalRow]]:
-    """Return which deaths to rehearse, and rows for what does not come within the steps.
+    """Return which deaths to rehearse, the cheapest first, and rows for what does not come within
+    the steps. Where all ranks are killed, nobody has to notice, to leave and to save.
 
     Args:
         expected: what the ranks of an undisturbed training did.
@@ -264,6 +287,7 @@ def deaths_of(
         dies(f"a rank killed right after step {step}: {what}", step, "commit", last)
         name = f"all ranks killed after step {step}: {what}"
         deaths.append(Death(name, Orders(last_step, parks_at=step)))
+    deaths.sort(key=lambda death: death.orders.parks_at is None)
     left_out = [
         row_of(
             what,

@@ -7,6 +7,7 @@ modules and objects.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Literal
@@ -28,7 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from train_fn.loop.training import RankProgress
 from train_fn.own_loop import OwnLoop
 from train_fn.protect.protected import Protected
+from train_fn.rehearsal.comparison import COPIED
+from train_fn.state.optim import each_of
 from train_fn.state.tensor_tree import leaves
+from train_fn.state.train_state import TrainState
 from train_fn.step.fingerprints import local
 
 Place = Literal["forward", "update", "commit"]
@@ -39,7 +44,16 @@ _MOST_BYTES = 1 << 20
 """Largest tensor of a user's own objects that is digested."""
 _MOST_ITEMS = 16
 """Longest list or dict of a user's own that is noted."""
+_MOST_DEPTH = 2
+"""Objects of the user's within each other whose attributes are read."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def steppers_of(state: TrainState) -> dict[str, Any]:
+    """Return the run's optimizers and its scheduler, by the name to use for them."""
+    optimizers = each_of(state.optimizer).items()
+    found: dict[str, Any] = {f"optimizer {name}".strip(): each for name, each in optimizers}
+    return found if state.scheduler is None else {**found, "scheduler": state.scheduler}
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,8 @@ class OfTask:
 
     def held_by(self) -> dict[str, Any]:
         assert self._progress.replica is not None
-        return {"self": self._progress.replica.task}
+        replica = self._progress.replica
+        return {"self": replica.task, **steppers_of(replica.state)}
 
 
 class OfLoop:
@@ -185,7 +200,7 @@ class Recorder:
         self._file = path.open("w", encoding="utf-8")
         self._rank, self._orders, self._source, self._wait = rank, orders, source, wait
         self._settle = settle
-        self._own = OwnValues(root)
+        self._own = OwnValues(root, source)
         self._depth = 0
         self._updated: int | None = None
         """Steps done when an optimizer was last about to step."""
@@ -211,6 +226,7 @@ class Recorder:
         """Note that a step was committed; its number is the source's."""
         step = self._source.steps_done()
         self._write(kind="commit", step=step, ends_epoch=self._source.ends_epoch())
+        self._own.note_batches(sys._getframe(1))
         self._die("commit", step)
 
     def _before_call(self, module: nn.Module, args: Any) -> None:
@@ -229,8 +245,9 @@ class Recorder:
         caller = sys._getframe(1)
         # torch's hook for all modules is not given them: they are those of its Module.__call__
         named = caller.f_locals.get("kwargs") or {}
-        of = _sketches((args, named))
-        self._write(kind="input", step=step, of=of, where=self._own.where(caller))
+        of, where = _sketches((args, named)), self._own.where(caller)
+        carried = self._own.carried((args, named))
+        self._write(kind="input", step=step, of=of, where=where, carried=carried)
         self._die("forward", step)
 
     def _after_call(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -264,8 +281,9 @@ class Recorder:
             state=_values(self._source.state()),
             gradients=self._gradients(optimizer),
             draws=_generators() if self._source.seeds_steps else {},
-            held=self._own.read(frame, self._source.held_by()),
+            held=self._own.read(frame),
             where=self._own.where(frame),
+            lines=self._own.new_lines(),
         )
         if self._updated != step:
             self._updated = step
@@ -311,13 +329,44 @@ class Recorder:
 
 
 class OwnValues:
-    """Read what the user's code holds by itself: variables of its functions and modules, and plain
-    attributes of its objects."""
+    """Read what the user's code holds by itself: variables of its functions and modules, plain
+    attributes of its objects and of the modules of its models, and copies of weights."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = f"{root.resolve()}{os.sep}"
+    def __init__(self, root: Path, source: Source) -> None:
+        self._root, self._source = f"{root.resolve()}{os.sep}", source
         self._known: dict[str, bool] = {}
         """Files, and whether they are the user's."""
+        self._batches: list[tuple[str, torch.Tensor]] = []
+        """Tensors that variables held at the newest commit."""
+        self._lines: dict[str, int] = {}
+        """Where what was read is assigned, by its name."""
+        self._new_lines: dict[str, int] = {}
+
+    def note_batches(self, frame: FrameType | None) -> None:
+        """Note which tensors the variables of the loop hold, when a step is committed."""
+        self._batches = [
+            (self._with_line(each.f_code.co_filename, name), leaf)
+            for each in self._frames(frame)
+            for name, value in each.f_locals.items()
+            if isinstance(value, torch.Tensor | list | tuple | dict)
+            for _, leaf in leaves(_plain(value))
+            if isinstance(leaf, torch.Tensor)
+        ]
+
+    def carried(self, args: Any) -> list[str]:
+        """Return the variables that held these arguments of a model at the newest commit, before
+        their step began."""
+        given = {id(leaf) for _, leaf in leaves(_plain(args))}
+        return list(dict.fromkeys(name for name, value in self._batches if id(value) in given))
+
+    def new_lines(self) -> dict[str, int]:
+        """Return where values are assigned that were read for the first time, by their names."""
+        found, self._new_lines = self._new_lines, {}
+        return found
+
+    def _with_line(self, file: str, name: str) -> str:
+        line = _assignments(file).get(name)
+        return name if line is None else f"{name} ({self._short(file)}, line {line})"
 
     def where(self, frame: FrameType | None) -> str | None:
         """Return the innermost line of the user's code on this stack."""
@@ -325,36 +374,82 @@ class OwnValues:
             return f"{self._short(each.f_code.co_filename)}, line {each.f_lineno}"
         return None
 
-    def read(self, frame: FrameType | None, objects: Mapping[str, Any]) -> dict[str, str]:
+    def read(self, frame: FrameType | None) -> dict[str, str]:
         """Return values by name, such as ``train.py: main: best``."""
-        spaces: dict[str, Mapping[str, Any]] = {}
+        spaces: dict[str, tuple[str, Mapping[str, Any]]] = {}
         for module in list(sys.modules.values()):
             file = getattr(module, "__file__", None)
             if isinstance(file, str) and self._is_own(file):
-                spaces[self._short(file)] = vars(module)
+                spaces[self._short(file)] = file, vars(module)
         for each in self._frames(frame):
-            name = each.f_code.co_name
-            file = self._short(each.f_code.co_filename)
+            name, path = each.f_code.co_name, each.f_code.co_filename
+            file = self._short(path)
             is_module = each.f_locals is each.f_globals or name == "<module>"
-            spaces[file if is_module else f"{file}: {name}()"] = each.f_locals
-        if objects:
-            spaces["the task"] = objects
-        found: dict[str, str] = {}
-        for space, names in spaces.items():
-            for name, value in list(names.items()):
-                if not name.startswith("__"):
-                    found.update(self._read(f"{space}: {name}", value))
+            spaces[file if is_module else f"{file}: {name}()"] = path, each.f_locals
+        if objects := self._source.held_by():
+            spaces["the task"] = "", objects
+        models = self._source.models()
+        self._trained = {id(part) for model in models for part in model.modules()}
+        shapes = [{each.shape for each in model.parameters()} for model in models]
+        matrices = [{shape for shape in each if len(shape) > 1} for each in shapes]
+        self._shapes = [each for each in matrices if each]
+        found = {
+            name: text
+            for space, (file, names) in spaces.items()
+            for own, value in list(names.items())
+            if not own.startswith("__")
+            for name, text in self._read(f"{space}: {own}", value, file, own)
+        }
+        for number, model in enumerate(models):
+            name = f"model {number}" if number else "model"
+            for inner, module in model.named_modules():
+                found.update(self._attributes(f"{name}.{inner}".rstrip("."), module))
         return found
 
-    def _read(self, name: str, value: Any) -> Iterator[tuple[str, str]]:
-        if (text := _own_value(value)) is not None:
+    def _read(
+        self, name: str, value: Any, file: str, own: str, depth: int = 0
+    ) -> Iterator[tuple[str, str]]:
+        """Yield an object's text, or those of its attributes.
+
+        Args:
+            own: the last part of the name, as assignments in ``file`` have it.
+        """
+        text = self._copy_of_weights(value) or _own_value(value)
+        if text is not None:
+            line = _assignments(file).get(own)
+            if line is not None and name not in self._lines:
+                self._lines[name] = self._new_lines[name] = line
             yield name, text
-        elif self._is_ours(type(value)):
-            for attribute, inner in list(getattr(value, "__dict__", {}).items()):
-                if isinstance(value, nn.Module) and attribute.startswith("_"):
-                    continue
-                if (text := _own_value(inner)) is not None:
-                    yield f"{name}.{attribute}", text
+        elif depth < _MOST_DEPTH and self._is_ours(type(value)) and id(value) not in self._trained:
+            yield from self._attributes(name, value, depth + 1)
+
+    def _attributes(self, name: str, value: Any, depth: int = 1) -> Iterator[tuple[str, str]]:
+        """Yield what an object of the user's classes holds; of a module not what torch keeps."""
+        if not self._is_ours(type(value)):
+            return
+        file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+        for attribute, inner in list(getattr(value, "__dict__", {}).items()):
+            is_count = type(inner) in (int, float)
+            if isinstance(value, nn.Module) and attribute.startswith("_") and not is_count:
+                continue
+            yield from self._read(f"{name}.{attribute}", inner, file, f".{attribute}", depth)
+
+    def _copy_of_weights(self, value: Any) -> str | None:
+        """Return a text for another model than those that are trained, for a gradient scaler, or
+        for tensors with the shapes of a model's weights, as an average has; None for all else."""
+        if isinstance(value, nn.Module):
+            if any(id(part) in self._trained for part in value.modules()):
+                return None
+            tensors = [*value.parameters(), *value.buffers()]
+        elif isinstance(value, torch.amp.GradScaler):
+            return f"{COPIED} {value.state_dict()}"
+        elif isinstance(value, torch.Tensor | list | tuple | dict):
+            found = [leaf for _, leaf in leaves(_plain(value)) if isinstance(leaf, torch.Tensor)]
+            shapes = {leaf.shape for leaf in found}
+            tensors = found if any(each <= shapes for each in self._shapes) else []
+        else:
+            return None
+        return f"{COPIED} {_of_bytes(''.join(map(_value, tensors)).encode())}" if tensors else None
 
     def _is_ours(self, kind: type) -> bool:
         module = sys.modules.get(kind.__module__)
@@ -380,8 +475,30 @@ class OwnValues:
         return self._full(file).removeprefix(self._root)
 
 
+@cache
+def _assignments(file: str) -> dict[str, int]:
+    """Return the last line that assigns each variable of a file, and each attribute (``.name``)."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    stored = [each for each in ast.walk(tree) if isinstance(getattr(each, "ctx", None), ast.Store)]
+    found = [
+        (each.id if isinstance(each, ast.Name) else f".{each.attr}", each.lineno)
+        for each in stored
+        if isinstance(each, ast.Name | ast.Attribute)
+    ]
+    return dict(sorted(found, key=lambda each: each[1]))
+
+
 def _own_value(value: Any) -> str | None:
     """Return a text for a small value of the user's; None for all else."""
+    if isinstance(value, torch.Generator):
+        return _value(value.get_state())
+    if isinstance(value, random.Random):
+        return _of_bytes(repr(value.getstate()).encode())
+    if isinstance(value, np.random.Generator):
+        return _of_bytes(repr(value.bit_generator.state).encode())
     if isinstance(value, ModuleType | type) or callable(value):
         return None
     if isinstance(value, torch.Tensor):

@@ -25,10 +25,6 @@ OF_A_PLACE = frozenset({"RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_
 """Environment variables that Ray Train and torchrun set to a rank's place."""
 
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
-_OWN_PACKAGES = tuple(
-    f"{Path(__file__).parents[2] / name}{os.sep}"
-    for name in ("everstep", "service", "storage", "train_fn")
-)
 _SITE_PACKAGES = f"{Path(torch.__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(f"{_SITE_PACKAGES}{name}{os.sep}" for name in ("torch", "ray"))
 _PUT_ON = f"{_SITE_PACKAGES}torch/distributed/fsdp/"
@@ -90,27 +86,6 @@ def asker(frame: FrameType | None) -> str | None:
             return f"{Path(path).name}, line {frame.f_lineno}, in {code.co_name}"
         frame = frame.f_back
     return None
-
-
-_of_tasks: set[str] = set()
-"""Installed packages that are the user's, since a task comes from there."""
-
-
-def note_package_of(task: object) -> None:
-    """Take the package of a task's class for the user's, though it may be installed."""
-    package = sys.modules.get(type(task).__module__.partition(".")[0])
-    for path in (getattr(package, "__file__", None), *getattr(package, "__path__", ())):
-        folder = f"{path}{os.sep}"
-        if path and path.startswith(_SITE_PACKAGES) and not folder.startswith(_LIBRARIES):
-            _of_tasks.update((path,) if path.endswith(".py") else (folder,))
-
-
-def is_users(path: str) -> bool:
-    """Return whether a file of Python code is the user's: not Everstep's, nor of an installed
-    library, nor of Python."""
-    if path.startswith((*_OWN_PACKAGES, _SITE_PACKAGES)):
-        return path.startswith(tuple(_of_tasks)) and not path.startswith(_OWN_PACKAGES)
-    return bool(path) and not _is_standard(path)
 
 
 def _is_standard(path: str) -> bool:

@@ -19,7 +19,6 @@ from train_fn.data.text_files import PackedText, load_text_files
 from train_fn.errors import BadTask
 from train_fn.models import TORCHVISION_CHANNELS, Gpt, build_image_model
 from train_fn.recovery.error_text import ended_program
-from train_fn.step.place_watch import note_package_of
 from train_fn.tasks.protocol import Task, makes_own_steps
 from train_fn.user_code.modules import load_named, place_of
 
@@ -188,5 +187,4 @@ def build_own_task(code: CodeSpec) -> Task:
             f"{code.task}{place_of(make)} has no method {', '.join(missing)}; a task needs "
             f"{', '.join(needed)}"
         )
-    note_package_of(task)
     return task

@@ -69,7 +69,7 @@ def classes() -> dict[str, ast.ClassDef]:
 def test_every_check_is_registered_by_a_loop() -> None:
     registered = " ".join((ROOT / path).read_text() for path in REGISTERS)
     found = classes()
-    assert len(found) >= 13
+    assert len(found) >= 9
     assert [name for name in found if f"{name}(" not in registered] == []
 
 
@@ -85,9 +85,11 @@ def test_every_message_has_a_moment_and_is_on_the_page() -> None:
     found, without = messages()
     assert without == []
     page = PAGE.read_text()
-    assert [each.text for each in found if row(each) not in page] == []
+    of_code = [each for each in found if each.moment is not Moment.BUILT]
+    assert [each.text for each in of_code if row(each) not in page] == []
     assert {each.moment for each in found} == set(Moment)
-    assert len({each.text for each in found}) > 220
+    assert len({each.text for each in of_code}) > 120
+    assert len(page.split()) < 3_200, "a page that a person reads"
 
 
 def test_a_message_without_a_moment_is_found() -> None:
@@ -99,7 +101,7 @@ def test_a_message_without_a_moment_is_found() -> None:
     reader.visit(ast.parse(f'@checked(Moment.BUILT, cost="none")\n{code}'))
     assert (reader.without_moment, [row(each) for each in reader.found]) == (
         [],
-        ["| … is wrong | Do it right | none |"],
+        ["- … is wrong"],
     )
 
 

@@ -372,15 +372,6 @@ def test_what_a_module_does_at_a_batch_s_end_belongs_to_the_step(
         assert torch.equal(again.state_dict()[name], value), name
 
 
-def test_a_counter_of_a_module_is_named_and_nothing_that_lightning_sets(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level("WARNING", logger="train_fn"):
-        follow("counted")
-    said = [each.getMessage() for each in caplog.records if "changes" in each.getMessage()]
-    assert [text.partition(", which")[0] for text in said] == ["the first step changes num_hooks"]
-
-
 class Averaging(transformers.TrainerCallback):  # type: ignore[misc]
     """Averages the weights, in an object of its own or in one that is kept."""
 
@@ -654,7 +645,7 @@ def test_what_a_trainer_s_data_draws_is_no_other_data(
     assert [list(map(int, batch)) for batch in again] == [
         list(map(int, batch)) for batch in whole[5:]
     ]
-    said = f"{who}: what loader processes draw for a sample" in caplog.text
+    said = f"{who}: what the data draw for a sample" in caplog.text
     assert said == bool(num_workers)
     if not num_workers:
         assert again == whole[5:], "each step's draws are seeded by its number"

@@ -668,3 +668,72 @@ def test_a_loader_that_cannot_be_followed_is_refused_where_the_loop_starts(
 ) -> None:
     with pytest.raises(BadTask, match=words):
         es.loader(loader)
+
+
+class CountingEpochs(DataLoader[Any]):
+    """Counts an epoch whenever it is iterated, as loaders of streams do. It has a state."""
+
+    num_begun = 0
+
+    def __iter__(self) -> Any:
+        self.num_begun += 1
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.num_begun))
+        return iter(order.split(4))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_begun": self.num_begun}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_begun = state["num_begun"]
+
+
+class CountingSampler(Sampler[int]):
+    num_begun = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_begun += 1
+        return iter(random.Random(self.num_begun).sample(range(20), 20))
+
+
+class UsedUp(IterableDataset[int]):
+    def __init__(self) -> None:
+        self._lines = iter(range(100))
+
+    def __iter__(self) -> Iterator[int]:
+        return self._lines
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (CountingEpochs(numbers()), "CountingEpochs gives other .* It has a state of its own"),
+        (DataLoader(numbers(), batch_size=4, sampler=CountingSampler()), r"set_epoch\(epoch\)"),
+        (DataLoader(UsedUp(), batch_size=4), "uses up its data"),
+    ],
+)
+def test_a_loader_that_is_another_one_whenever_it_is_begun_is_refused_at_its_first_batch(
+    loader: Any, words: str
+) -> None:
+    with pytest.raises(BadTask, match=words):
+        next(FollowedLoader(loader).batches(Loop()))
+
+
+def test_one_that_counts_only_later_is_refused_at_a_restart() -> None:
+    """It is no other data, and no chance of loader processes."""
+
+    class CountingLate(CountingEpochs):
+        def __iter__(self) -> Any:
+            self.num_begun += 1
+            seed = max(0, self.num_begun - 3)
+            return iter(torch.randperm(20, generator=torch.Generator().manual_seed(seed)).split(4))
+
+    first, loop = FollowedLoader(CountingLate(numbers())), Loop()
+    for _ in islice(first.batches(loop), PER_EPOCH + 2):
+        loop.step_number += 1
+    second = FollowedLoader(CountingLate(numbers()))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(BadTask, match="counts how often it was iterated"):
+        next(second.batches(loop))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.errors import BadTask, DataChanged, PeersGone
 from train_fn.protect import training
+from train_fn.protect.arguments import Torn
 from train_fn.protect.commits import Boundary, Commits
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import UP_TO_LOADER, name_of
@@ -228,15 +230,19 @@ def test_a_loop_that_climbs_before_its_step_is_told_what_to_pass(
     sharp = Sharp(model.parameters())
     with pytest.raises(BadTask, match=r"pass that, optimizer\.base, with torn='shadow'"):
         loop(protect(optimizer=sharp), sharp)
-    sharp = Sharp(model.parameters())
-    with pytest.raises(BadTask, match=r"as SAM does.* Pass torn='shadow'"):
-        loop(protect(optimizer=sharp.base), sharp)
-    sharp = Sharp(model.parameters())
-    with pytest.raises(LookupError):
-        loop(protect(optimizer=sharp.base, torn="shadow"), sharp, dies=5)
-    again = protect(optimizer=sharp.base, torn="shadow")
-    with again:
-        assert again.step_number == 5
+    begun = copy.deepcopy(model.state_dict())
+
+    def trained(torn: Torn, dies: int | None = None, **options: bool) -> torch.Tensor:
+        model.load_state_dict(begun)
+        sharp = Sharp(model.parameters())
+        loop(protect(optimizer=sharp.base, torn=torn, **options), sharp, dies)
+        return next(model.parameters()).detach().clone()
+
+    for torn in get_args(Torn):
+        whole = trained(torn, fresh=True)
+        with pytest.raises(LookupError):
+            trained(torn, 5, fresh=True)
+        assert torch.equal(trained(torn), whole), "nobody leaves the weights that it climbed to"
 
 
 class Epochs:
@@ -384,7 +390,7 @@ def test_a_commit_is_left_only_if_nothing_that_follows_it_is_missing(
     state: Any = SimpleNamespace(
         changed=lambda: earlier, ends_epoch=False, note_parts=lambda **_: 0
     )
-    boundary = Boundary(state, SimpleNamespace(renew=lambda: None), lambda: None)  # type: ignore[arg-type]
+    boundary = Boundary(state, lambda: None)
     boundary.is_open = False
     boundary.commit()
     boundary.sees_steps = True
@@ -520,51 +526,6 @@ def test_how_often_a_loop_of_its_own_saves(
             state.step()
     run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run")
     assert [found.step for found in CheckpointStore(run_dir).list()] == steps
-
-
-class Curriculum(nn.Module):
-    """Draws from a generator of its own, and counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.num_calls = nn.Linear(4, 2), 0
-        self.noise = torch.Generator().manual_seed(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        found: torch.Tensor = self.layer(x + torch.randn(x.shape, generator=self.noise))
-        return found
-
-
-class Rest:
-    def __init__(self, model: Curriculum) -> None:
-        self._model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self._model.num_calls, "noise": self._model.noise.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._model.num_calls = state["calls"]
-        self._model.noise.set_state(state["noise"])
-
-
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_attributes_that_no_state_holds_are_named_once(
-    is_kept: bool, protect: Callable[..., Protected], caplog: pytest.LogCaptureFixture
-) -> None:
-    logging.getLogger("train_fn").setLevel(logging.WARNING)
-    model = Curriculum()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    extra = {"rest": Rest(model)} if is_kept else None
-    state, batches = protect(model={"net": model}, optimizer=optimizer, extra=extra), data()
-    with state:
-        for (inputs,) in batches.batches(state, epochs=1):
-            model.layer.weight.uses = state.step_number  # type: ignore[attr-defined]
-            state.step(loss=train(model, optimizer, inputs))
-    said = [each.getMessage() for each in caplog.records if "no checkpoint" in each.getMessage()]
-    named = "net.num_calls, net.noise, net.layer.weight.uses"
-    words = f"the first step changes {named}, which no checkpoint holds unless an object in extra"
-    assert [each.startswith(words) for each in said] == [True]
 
 
 def adds_up(loop: dict[str, Any]) -> None:

@@ -151,6 +151,40 @@ def test_what_is_missing_differs_too(
     assert (difference.what, difference.step) == (what, step_number)
 
 
+def test_a_batch_that_a_variable_carries_over_is_named() -> None:
+    expected, found = record(), attempts()
+    expected.steps[4].carried = ["X (train.py, line 7)"]
+    found[1][0].steps[4] = step(4, batch={"x": "#other"})
+    difference = first_difference([expected], found)
+    assert difference is not None and difference.what == "a batch that was read before"
+    assert difference.detail.startswith("X (train.py, line 7) held it when the step before")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_lost"),
+    [
+        ("weights #1", "weights #2", True),
+        ("weights #1", "None", True),
+        ("weights #1", "weights #1", False),
+        ("#1", "#2", False),  # such as a sum of losses: a note
+        ("None", "weights #1", False),
+    ],
+)
+def test_another_model_and_a_copy_of_weights_that_begin_anew_are_a_difference(
+    before: str, after: str, is_lost: bool
+) -> None:
+    expected, found = record(), attempts()
+    expected.steps[4] = step(4, held={"train.py: ema": before})
+    found[1][0].steps[4] = step(4, held={"train.py: ema": after})
+    found[1][0].lines["train.py: ema"] = 12
+    difference = first_difference([expected], found)
+    assert (difference is not None) == is_lost
+    if difference is not None:
+        assert difference.what == "what the code keeps"
+        assert difference.detail == "train.py: ema, line 12"
+    assert first_difference([expected], found, {"train.py: ema"}) is None
+
+
 def test_what_two_undisturbed_trainings_do_not_share_is_left_out() -> None:
     twin, found = record(), attempts()
     twin.steps[5] = step(5, held={"train.py: pid": "7"})
@@ -177,16 +211,22 @@ def test_ranks_with_the_same_batches_are_found() -> None:
 def test_a_record_is_read_up_to_where_its_rank_died(tmp_path: Path) -> None:
     entries = [
         {"kind": "evaluation", "step": 3},
-        {"kind": "input", "step": 3, "of": [["#1", "[4] 1…"]], "where": "train.py, line 8"},
+        {
+            "kind": "input",
+            "step": 3,
+            "of": [["#1", "[4] 1…"]],
+            "where": "train.py, line 8",
+            "carried": ["x (train.py, line 3)"],
+        },
         {"kind": "evaluation", "step": 3},
         {
             "kind": "update",
             "step": 3,
-            **{name: {} for name in ("state", "gradients", "draws", "held")},
+            **{name: {} for name in ("state", "gradients", "draws", "held", "lines")},
             "where": "train.py, line 9",
         },
         {"kind": "commit", "step": 4, "ends_epoch": True},
-        {"kind": "input", "step": 4, "of": [["#2", "[4] 2…"]], "where": None},
+        {"kind": "input", "step": 4, "of": [["#2", "[4] 2…"]], "where": None, "carried": []},
     ]
     path = tmp_path / "0.jsonl"
     path.write_text("\n".join(map(json.dumps, entries)) + '\n{"kind": "upd')
@@ -194,6 +234,7 @@ def test_a_record_is_read_up_to_where_its_rank_died(tmp_path: Path) -> None:
     assert sorted(steps) == [3, 4]
     assert (steps[3].is_committed, steps[3].ends_epoch, steps[3].is_evaluated) == (True, True, True)
     assert (len(steps[3].updates), steps[3].where) == (1, "train.py, line 9")
+    assert (steps[3].carried, steps[4].carried) == (["x (train.py, line 3)"], [])
     assert not steps[4].is_committed and read_record(tmp_path / "none").steps == {}
 
 
@@ -203,17 +244,17 @@ def test_deaths_lie_within_steps_after_commits_and_at_the_end_of_an_epoch() -> N
     deaths, rows = deaths_of(ranks, 2, 12)
     found = [each.orders.dies or each.orders.parks_at for each in deaths]
     assert found == [
+        9,
+        4,
         (1, 7, "update"),
         (0, 7, "commit"),
-        9,
         (1, 4, "commit"),
-        4,
-    ]
+    ], "those that nobody has to notice come first"
     assert [row.name for row in rows] == ["an evaluation"]
     ranks[0].steps[4].is_evaluated = True
     deaths, rows = deaths_of(ranks, 2, 12)
     assert not rows
-    assert deaths[-1].name == "all ranks killed after step 4: the end of an epoch and an evaluation"
+    assert deaths[1].name == "all ranks killed after step 4: the end of an epoch and an evaluation"
 
 
 def test_all_die_where_gradients_are_added_up_if_a_loop_does_that() -> None:

@@ -51,12 +51,18 @@ LOOP = """
 seen = 0
 class Meter:
     def __init__(self): self.best, self.seen = 0.5, [1, 2]
+class Average:
+    def __init__(self, model): self.shadow = {k: v.clone() for k, v in model.state_dict().items()}
+class Counting(torch.nn.Linear):
+    def __init__(self): super().__init__(2, 1); self._calls, self.noise = 7, torch.Generator()
 meter = Meter()
 def train(model, optimizer, source, recorder, closure):
     global seen
+    average, other = Average(model), torch.nn.Linear(3, 1)
+    ahead = torch.zeros(4, 2)
     for number in range(6):
         seen += 1
-        x = torch.full((4, 2), float(number))
+        x, ahead = ahead, torch.full((4, 2), float(number + 1))
         def backward():
             optimizer.zero_grad()
             loss = (model(input=x) if closure else model(x)).square().sum()
@@ -82,7 +88,7 @@ def recorded(directory: Path, *, closure: bool) -> Record:
     module = sys.modules["own_loop_of_user"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     torch.manual_seed(1)
-    model = nn.Linear(2, 1)
+    model = module.Counting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def wait(word: str) -> None:
@@ -121,8 +127,19 @@ def test_a_step_is_noted_with_its_own_gradients(closure: bool, tmp_path: Path) -
         assert update.held[f"{name}: train(): number"] == str(number)
         assert update.held[f"{name}: meter.best"] == "0.5"
         assert update.held[f"{name}: meter.seen"] == "[1, 2]"
+        assert update.held["model._calls"] == "7" and "model.noise" in update.held
+        assert update.held[f"{name}: train(): average.shadow"].startswith("weights #")
+        assert update.held[f"{name}: train(): other"].startswith("weights #")
+        assert f"{name}: train(): model" not in update.held, "it is what is trained"
         assert update.where is not None and update.where.startswith(f"{name}, line ")
     assert not record.steps[0].is_evaluated and record.steps[1].is_evaluated
+    lines = (tmp_path / name).read_text().splitlines()
+    [at] = [number for number, line in enumerate(lines, 1) if line.startswith("        x, ahead")]
+    assert [record.steps[number].carried for number in range(4)] == [
+        [],
+        *3 * [[f"ahead ({name}, line {at})"]],
+    ]
+    assert lines[record.lines[f"{name}: seen"] - 1] == "        seen += 1"
 
 
 def test_two_equal_trainings_have_equal_records(tmp_path: Path) -> None:

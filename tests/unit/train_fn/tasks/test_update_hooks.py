@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -169,58 +168,6 @@ def test_a_step_that_fp16_leaves_out_has_no_hook(
     counts = zip([0, *skipped], skipped, strict=False)
     taken = [step for step, (before, after) in enumerate(counts) if before == after]
     assert task.steps == taken and 0 < skipped[-1] < 20
-
-
-class CountingSteps(Regression):
-    calls = 0
-
-    def after_step(self, model: Any, step: int) -> None:
-        self.calls += 1
-
-
-class CountingOnAWeight(Regression):
-    def after_step(self, model: Any, step: int) -> None:
-        model[0].weight.calls = step
-
-
-class CountingEpochs(Regression):
-    calls = 0
-
-    def on_epoch_end(self, model: Any, epoch: int, metrics: dict[str, float]) -> None:
-        self.calls += 1
-
-
-class CountingInState(CountingEpochs):
-    def state_dict(self) -> dict[str, int]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.calls = state["calls"]
-
-
-@pytest.mark.parametrize(
-    ("task", "hook", "name"),
-    [
-        (CountingSteps, "after_step", "CountingSteps.calls"),
-        (CountingOnAWeight, "after_step", "0.weight.calls"),
-        (CountingEpochs, "on_epoch_end", "CountingEpochs.calls"),
-        (CountingInState, None, ""),
-    ],
-)
-def test_an_attribute_that_only_a_hook_changes_is_named_in_the_log(
-    task: type[Regression],
-    hook: str | None,
-    name: str,
-    runs: TaskRuns,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert train(runs.begin(task(), train={"epochs": 2})) is None
-    told = [each.message for each in caplog.records if "which no checkpoint holds" in each.message]
-    assert len(told) == (hook is not None)
-    if hook is not None:
-        begin = f"{task.__name__}.{hook} ("
-        assert told[0].startswith(begin) and f"changes {name}, which" in told[0]
 
 
 @pytest.mark.parametrize(
