@@ -15,13 +15,11 @@ if TYPE_CHECKING:
         AsyncDrill,
         AsyncProfile,
         AsyncRun,
-        AsyncSweep,
     )
     from everstep.client.client import Client
     from everstep.client.handles import DrillHandle, ProfileHandle
     from everstep.client.runs import RunHandle
     from everstep.client.streams import Patience
-    from everstep.client.sweeps import SweepHandle
     from everstep.errors import (
         AuthError,
         Conflict,
@@ -33,13 +31,11 @@ if TYPE_CHECKING:
         RateLimited,
         RunFailed,
         ServiceError,
-        SweepFailed,
         Unavailable,
         UsageError,
         WaitTimeout,
     )
     from everstep.spec.run_spec import RunSpec
-    from everstep.spec.sweep import SweepSpec
     from everstep.wire import (
         Attempt,
         Checkpoint,
@@ -58,7 +54,6 @@ if TYPE_CHECKING:
     )
     from everstep.wire.alerts import Alert, AlertDelivery, AlertMessage
     from everstep.wire.drills import AllReduce, Drill, DrillKind, Profile
-    from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
 
 __version__ = "0.1.0"
 
@@ -71,7 +66,6 @@ __all__ = [
     "AsyncDrill",
     "AsyncProfile",
     "AsyncRun",
-    "AsyncSweep",
     "Attempt",
     "AuthError",
     "Checkpoint",
@@ -104,12 +98,6 @@ __all__ = [
     "RunStatus",
     "Samples",
     "ServiceError",
-    "Sweep",
-    "SweepFailed",
-    "SweepHandle",
-    "SweepRun",
-    "SweepSpec",
-    "SweepStatus",
     "Unavailable",
     "UsageError",
     "Verdict",
@@ -119,26 +107,23 @@ __all__ = [
 
 
 _NAMES_OF = {
-    "everstep.client.async_client": "AsyncClient AsyncDrill AsyncProfile AsyncRun AsyncSweep",
+    "everstep.client.async_client": "AsyncClient AsyncDrill AsyncProfile AsyncRun",
     "everstep.client.client": "Client",
     "everstep.client.handles": "DrillHandle ProfileHandle",
     "everstep.client.streams": "Patience",
     "everstep.client.runs": "RunHandle",
-    "everstep.client.sweeps": "SweepHandle",
     "everstep.errors": (
         "AuthError Conflict CorruptDownload EverstepError FieldError InvalidSpec NotFound "
-        "RateLimited RunFailed ServiceError SweepFailed Unavailable UsageError "
+        "RateLimited RunFailed ServiceError Unavailable UsageError "
         "WaitTimeout"
     ),
     "everstep.spec.run_spec": "RunSpec",
-    "everstep.spec.sweep": "SweepSpec",
     "everstep.wire": (
         "Attempt Checkpoint ClusterInfo CodeArchive Event Failure Goodput LogLine Node "
         "ReasonCode Run RunStatus Samples Verdict"
     ),
     "everstep.wire.alerts": "Alert AlertDelivery AlertMessage",
     "everstep.wire.drills": "AllReduce Drill DrillKind Profile",
-    "everstep.wire.sweep": "Sweep SweepRun SweepStatus",
 }
 """Public names by the module that has them: each is imported when it is first used, so that
 ``import everstep`` costs next to nothing in scripts and in each process of a run."""

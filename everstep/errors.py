@@ -9,8 +9,7 @@ EverstepError
 ├── Unavailable          503, or the service cannot be reached
 ├── CorruptDownload      received bytes do not match size or digest
 ├── RunFailed            a run that was waited for ended FAILED or CANCELLED
-├── SweepFailed          a sweep that was waited for ended FAILED or CANCELLED
-├── WaitTimeout          a run or a sweep did not end in time
+├── WaitTimeout          a run did not end in time
 ├── UsageError           an unusable URL, token, file or option
 └── ServiceError         any other response of the service
 """
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep.wire import Failure, Run
-    from everstep.wire.sweep import Sweep
 
 
 @dataclass(frozen=True)
@@ -123,17 +121,6 @@ class RunFailed(EverstepError):
         super().__init__(f"run {run.id} ended {run.status}: {reason}")
         self.run = run
         self.failure = failure
-
-
-class SweepFailed(EverstepError):
-    """A sweep ended FAILED or CANCELLED."""
-
-    code = "sweep_failed"
-
-    def __init__(self, sweep: Sweep) -> None:
-        reason = f"{sweep.reason.code}: {sweep.reason.message}" if sweep.reason else "no reason"
-        super().__init__(f"sweep {sweep.id} ended {sweep.status}: {reason}")
-        self.sweep = sweep
 
 
 CODES: Mapping[str, tuple[int, type[EverstepError]]] = MappingProxyType(

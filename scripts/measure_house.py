@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 425
 MAX_LINES = {
-    "everstep": 16_357,
+    "everstep": 15_536,
     "storage": 5_767,
-    "service": 29_484,
+    "service": 27_800,
     "train_fn": 49_441,
-    "tests": 99_778,
+    "tests": 99_272,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from fastapi import APIRouter
-    from sqlalchemy import Connection, Select, Table
+    from sqlalchemy import Connection, Table
 
     from everstep.spec.run_spec import RunSpec
     from service.api.auth import Principal
@@ -60,11 +60,6 @@ class TableHooks:
     """Called at the end of a transaction that changes a run, with the run as it will be and unix
     seconds, after one of ``run_events``, and when the run ends or pauses."""
     run_events: frozenset[str] = frozenset()
-    specs_to_come: Select[Any] | None = None
-    """Specs of runs that will be submitted, whose origins must be kept."""
-    in_project: Mapping[str, Table] = field(default_factory=dict)
-    """Tables with a column ``project`` by what their rows are called. A project with rows there
-    cannot be deleted."""
     of_project: tuple[Table, ...] = ()
     """Tables with a column ``project`` whose rows are deleted with their project."""
 

@@ -56,8 +56,7 @@ def options(
 
 app.command()(service.serve)
 app.command(cls=submit.SubmitCommand)(submit.submit)
-app.add_typer(sweeps.sweep, name="sweep")
-app.command()(sweeps.sweeps)
+app.command()(sweeps.sweep)
 app.command()(local.validate)
 app.command()(local.catalog)
 app.command()(local.run)

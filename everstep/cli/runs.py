@@ -119,7 +119,6 @@ def _fields(run: Run) -> list[tuple[str, object]]:
         ("project", run.project),
         ("status", run.status),
         ("reason", f"{run.reason.code}: {run.reason.message}" if run.reason else None),
-        ("sweep", run.sweep_id),
         ("tags", ", ".join(f"{key}={value}" for key, value in run.tags.items()) or None),
         ("created", words.ago(run.created_at)),
         ("owner", run.owner),

@@ -137,7 +137,7 @@ def _note_rehearsal(
 
 GROUPS = {
     "Begin here": "demo serve init submit watch runs logs why download",
-    "Train": "validate catalog run rehearse sweep sweeps pause resume cancel note delete",
+    "Train": "validate catalog run rehearse sweep pause resume cancel note delete",
     "Watch": "show metrics events compare open tensorboard",
     "Explain": "stacks stragglers goodput profile drill replay",
     "Data and checkpoints": "samples checkpoints verify",
@@ -164,12 +164,6 @@ EXAMPLES = {
     "run": "examples/digits.yaml --local",
     "rehearse": "--code my_code --script train.py --steps 12",
     "sweep": "examples/digits.yaml --metric val_accuracy --grid optimizer.lr=0.01,0.003",
-    "sweep submit": "examples/digits.yaml --metric val_accuracy --grid optimizer.lr=0.01,0.003",
-    "sweep show": "sweep_1anv6ek143hk",
-    "sweep watch": "sweep_1anv6ek143hk",
-    "sweep cancel": "sweep_1anv6ek143hk",
-    "sweep delete": "sweep_1anv6ek143hk",
-    "sweeps": "",
     "pause": "run_1anv6ek143hk",
     "resume": "run_1anv6ek143hk",
     "cancel": "run_1anv6ek143hk",

@@ -24,8 +24,6 @@ from rich.table import Table
 from rich.text import Text
 
 from everstep.client.client import Client
-from everstep.client.runs import RunHandle
-from everstep.client.sweeps import SweepHandle
 from everstep.errors import (
     AuthError,
     Conflict,
@@ -387,20 +385,9 @@ _SPEC_FILES = (".yaml", ".yml", ".json")
 def run_ids(incomplete: str) -> list[tuple[str, str]]:
     """Return the newest runs whose id begins so, each with its name and status. Nothing is offered
     while the service does not answer."""
-    return _newest(lambda client: client.runs.list(), incomplete)
-
-
-def sweep_ids(incomplete: str) -> list[tuple[str, str]]:
-    """As ``run_ids``, for sweeps."""
-    return _newest(lambda client: client.sweeps.list(), incomplete)
-
-
-def _newest(
-    listed: Callable[[Client], Iterator[RunHandle | SweepHandle]], incomplete: str
-) -> list[tuple[str, str]]:
     try:
         with Client(timeout_s=_TIMEOUT_S, max_tries=1) as client:
-            newest = list(itertools.islice(listed(client), _MOST))
+            newest = list(itertools.islice(client.runs.list(), _MOST))
     except EverstepError:
         return []
     return [

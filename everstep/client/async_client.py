@@ -23,10 +23,8 @@ from everstep.client.handles import (
 from everstep.client.in_loop import Calls, HttpInLoop, sleep
 from everstep.client.runs import RunHandle
 from everstep.client.streams import Patience
-from everstep.client.sweeps import SweepFields, SweepHandle, Sweeps
 from everstep.client.transport import Timing, Transport
 from everstep.wire import Run
-from everstep.wire.sweep import Sweep
 
 # ---------------------------------------------------------------- mirrored
 
@@ -238,34 +236,6 @@ class AsyncRuns(Mirror):
     list = iterated_as(AsyncRun, Runs.list)
 
 
-class AsyncSweep(SweepFields, Mirror):
-    """One sweep, as ``SweepHandle``: its fields are those of the last response."""
-
-    @property
-    def sweep(self) -> Sweep:
-        """Return the last response of the service."""
-        found: Sweep = self._blocking.sweep
-        return found
-
-    refresh = returning_itself(SweepHandle.refresh)
-    spec = awaited(SweepHandle.spec)
-    wait = returning_itself(SweepHandle.wait)
-    wait_for_change = returning_itself(SweepHandle.wait_for_change)
-    runs = awaited(SweepHandle.runs)
-    best = returning(AsyncRun, SweepHandle.best)
-    cancel = returning_itself(SweepHandle.cancel)
-    delete = awaited(SweepHandle.delete)
-
-
-class AsyncSweeps(Mirror):
-    """The sweeps of the service, as ``client.sweeps``."""
-
-    create = returning(AsyncSweep, Sweeps.create)
-    validate = awaited(Sweeps.validate)
-    get = returning(AsyncSweep, Sweeps.get)
-    list = iterated_as(AsyncSweep, Sweeps.list)
-
-
 class AsyncNodes(Mirror):
     """The nodes of the cluster, as ``client.nodes``."""
 
@@ -376,7 +346,6 @@ class AsyncClient(Mirror):
         super().__init__(client, calls)
         [self._http] = made
         self.runs = AsyncRuns(client.runs, calls)
-        self.sweeps = AsyncSweeps(client.sweeps, calls)
         self.nodes = AsyncNodes(client.nodes, calls)
         self.code = AsyncCode(client.code, calls)
         self.projects = AsyncProjects(client.projects, calls)

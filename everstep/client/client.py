@@ -1,4 +1,4 @@
-"""The client of the service: runs, sweeps, code, nodes, projects, tokens, catalog, health."""
+"""The client of the service: runs, code, nodes, projects, tokens, catalog, health."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from everstep.client.admin import Alerts, Audit, Nodes, Projects, ServiceStorage
 from everstep.client.download import Code
 from everstep.client.runs import RunHandle
 from everstep.client.streams import Part, Patience
-from everstep.client.sweeps import Sweeps
 from everstep.client.transport import Timing, Transport, idempotency_header, spec_body
 from everstep.errors import UsageError
 from everstep.spec.run_spec import RunSpec
@@ -78,7 +77,6 @@ class Client(Part):
     def _use(self, transport: Transport, patience: Patience) -> None:
         super().__init__(transport, patience)
         self.runs = Runs(transport, patience)
-        self.sweeps = Sweeps(transport, patience)
         self.nodes = Nodes(transport, patience)
         self.code = Code(transport, patience)
         self.projects = Projects(transport, patience)

@@ -205,7 +205,6 @@ class RunFields:
         exactness: Literal["world_size", "elastic"]
         audit_fraction: float
         guarantee: str | None
-        sweep_id: str | None
         owner: str | None
         notes: str | None
 

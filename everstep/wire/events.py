@@ -21,7 +21,7 @@ write anything into the journal of its run."""
 
 class EventKind(StrEnum):
     RUN_CREATED = "run_created"
-    """By the service. data: name, project, sweep_id (of a run of a sweep)."""
+    """By the service. data: name, project."""
     STATUS = "status"
     """By the service, on every transition. data: from, to, reason {code, message} | null."""
     STOP_REQUESTED = "stop_requested"

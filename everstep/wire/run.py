@@ -260,8 +260,6 @@ class ReasonCode(StrEnum):
     INFEASIBLE = "infeasible"
     CANCELLED_BY_USER = "cancelled_by_user"
     PAUSED_BY_USER = "paused_by_user"
-    PAUSED_BY_SWEEP = "paused_by_sweep"
-    CANCELLED_BY_SWEEP = "cancelled_by_sweep"
     PREEMPTED_BY_PRIORITY = "preempted_by_priority"
     WAITING_FOR_CAPACITY = "waiting_for_capacity"
     WAITING_FOR_CLUSTER = "waiting_for_cluster"
@@ -444,8 +442,6 @@ class Run(Answer):
     guarantee: str | None = None
     """How samples are used over restarts and changes of the world size, in words; null before the
     first step."""
-    sweep_id: str | None = None
-    """Sweep that submitted the run; null for a run of its own."""
     owner: str | None = None
     """Who submitted the run: a user, or the name of a token; null if that is not known."""
     notes: str | None = None

@@ -10,11 +10,9 @@ from service.annexes.alerts import ALERTS
 from service.annexes.drills import DRILLS
 from service.annexes.nodes import NODES
 from service.annexes.ray_dashboard import RAY_DASHBOARD
-from service.annexes.sweeps import SWEEPS
 
 ANNEXES: Final[tuple[Annex, ...]] = (
     ACCESS,
-    SWEEPS,
     RAY_DASHBOARD,
     DRILLS,
     NODES,

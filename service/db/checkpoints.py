@@ -4,16 +4,13 @@ start from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Final
 
 from sqlalchemy import Connection, func, select
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import RunStatus
-from service.annex import TableHooks
 from service.db.engine import StateConflict, Store, insert_missing
 from service.db.projects import QuotaExceeded, ensure_project
 from service.db.tables import Few, checkpoint_checks, code_archives, projects, runs
@@ -37,13 +34,11 @@ class KeptCheckpoint:
     run_ended: bool
 
 
-def awaited_in(connection: Connection, hooks: Sequence[TableHooks]) -> dict[str, frozenset[int]]:
+def awaited_in(connection: Connection) -> dict[str, frozenset[int]]:
     """Return what ``CheckpointRecords.awaited`` returns, in this transaction."""
     rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
-    queries = [rows, *(hook.specs_to_come for hook in hooks)]
     found: dict[str, frozenset[int]] = {}
-    asked = (connection.execute(query) for query in queries if query is not None)
-    for (spec,) in chain.from_iterable(asked):
+    for (spec,) in connection.execute(rows):
         origin = StoredSpec.read(spec).origin
         if origin is not None:
             steps = found.get(origin.run_id, frozenset())
@@ -103,9 +98,9 @@ class CheckpointRecords(Store):
 
     def awaited(self) -> dict[str, frozenset[int]]:
         """Return, by run, the steps of checkpoints that other runs will start from: runs that have
-        not ended and have no checkpoint of their own, and those that are to come."""
+        not ended and have no checkpoint of their own."""
         with self._database.read() as connection:
-            return awaited_in(connection, self._database.hooks)
+            return awaited_in(connection)
 
     def corrupt(self) -> dict[str, frozenset[str]]:
         """Return the names of corrupt checkpoints by run, for runs that have not ended."""

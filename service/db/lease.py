@@ -168,7 +168,6 @@ def remember(connection: Connection, idempotency: IdempotencyKey, run_id: str, n
 ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 """Crockford's base32 in lower case: in ASCII order, without letters that look like digits."""
 RUN_ID_PATTERN: Final = re.compile(r"run_[0-9a-hjkmnp-tv-z]{12}")
-SWEEP_ID_PATTERN: Final = re.compile(r"sweep_[0-9a-hjkmnp-tv-z]{12}")
 _EPOCH_S: Final = 1_704_067_200  # 2024-01-01; 41 bits of milliseconds reach to 2093
 _RANDOM_BITS: Final = 19
 
@@ -177,8 +176,8 @@ def new_id(kind: str, now: float) -> str:
     """Return ``kind``, an underscore and 12 characters: 41 bits of milliseconds, then 19 random
     bits.
 
-    Two ids of one millisecond may collide (1 in 524,288); for runs and sweeps, the primary key
-    detects it, and the store draws again.
+    Two ids of one millisecond may collide (1 in 524,288); for runs, the primary key detects it,
+    and the store draws again.
     """
     milliseconds = max(0, int((now - _EPOCH_S) * 1000)) & (2**41 - 1)
     return _named(kind, milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS))

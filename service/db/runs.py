@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
@@ -43,7 +43,6 @@ def new_row(
     spec: RunSpec,
     created_by: str,
     now: float,
-    sweep_id: str | None = None,
     owner: str | None = None,
 ) -> RunRow:
     """Return the row of a new run, which the token ``created_by`` of ``owner`` submits."""
@@ -55,7 +54,6 @@ def new_row(
         tags=dict(spec.tags),
         spec=spec.model_dump(mode="json"),
         created_by=created_by,
-        sweep_id=sweep_id,
         owner=owner,
         time_ledger=TimeLedger.begin(now).dump(),
         work_ledger=WorkLedger.begin(spec.scaling, now).dump(),
@@ -310,23 +308,6 @@ _OWNER: Final = select(func.coalesce(tokens.c.owner, tokens.c.name)).where(
 )
 
 
-class PlaceTaken(DatabaseError):
-    """The place has a run, or its sweep does not run any more: there is nothing to submit."""
-
-
-class RunPlace(Protocol):
-    """A place in a sweep, which is filled in the transaction that records its run."""
-
-    @property
-    def sweep_id(self) -> str: ...
-
-    def check(self, connection: Connection) -> None:
-        """Hold the sweep until the transaction ends. Raises PlaceTaken."""
-
-    def fill(self, connection: Connection, run_id: str) -> None:
-        """Record the run of this place."""
-
-
 class RunStore(RunChanges):
     """Runs and their states. ``clock`` returns unix seconds."""
 
@@ -342,7 +323,6 @@ class RunStore(RunChanges):
         idempotency: IdempotencyKey | None = None,
         *,
         create_project: bool = True,
-        place: RunPlace | None = None,
         owner: str | None = None,
     ) -> tuple[RunRow, bool]:
         """Record a run as QUEUED.
@@ -352,7 +332,6 @@ class RunStore(RunChanges):
             created_by: token id.
             idempotency: the request's key, if it has one.
             create_project: create the run's project if it does not exist.
-            place: place of the run in a sweep.
             owner: who owns that token, or its name; None to look it up.
 
         Returns:
@@ -363,20 +342,17 @@ class RunStore(RunChanges):
             QuotaExceeded: the project has its maximum number of waiting runs.
             UnknownProject: the project does not exist and is not to be created.
             OriginGone: the run that it starts from is deleted.
-            PlaceTaken: the place is not free any more.
         """
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 with self._database.write() as connection:
-                    if place is not None:
-                        place.check(connection)
                     known = known_run(connection, idempotency)
                     if known is not None:
                         note_target(known.id)
                         return known, False
                     hold_origin(connection, spec)
                     join_queue(connection, spec.project, self._clock(), create=create_project)
-                    run = self._insert(connection, spec, created_by, owner, idempotency, place)
+                    run = self._insert(connection, spec, created_by, owner, idempotency)
                     return run, True
             except IntegrityError:
                 # Another replica used the key first, or the id is taken: try again.
@@ -390,13 +366,11 @@ class RunStore(RunChanges):
         created_by: str,
         owner: str | None,
         idempotency: IdempotencyKey | None,
-        place: RunPlace | None,
     ) -> RunRow:
         now = self._clock()
-        sweep_id = None if place is None else place.sweep_id
         if owner is None:
             owner = connection.execute(_OWNER, {"token_id": created_by}).scalar_one_or_none()
-        row = new_row(new_id("run", now), spec, created_by, now, sweep_id, owner)
+        row = new_row(new_id("run", now), spec, created_by, now, owner)
         writer = RunWriter(connection, row, now, self._database.hooks, new=True)
         writer.begin()
         run = writer.save()
@@ -408,8 +382,6 @@ class RunStore(RunChanges):
             connection.execute(insert(run_tags), rows)
         if idempotency is not None:
             remember(connection, idempotency, run.id, now)
-        if place is not None:
-            place.fill(connection, run.id)
         return run
 
     def knows(self, idempotency: IdempotencyKey | None) -> bool:
@@ -420,9 +392,9 @@ class RunStore(RunChanges):
         with self._database.read() as connection:
             return is_used(connection, idempotency)
 
-    def request_stop(self, run_id: str, stop: Stop, reason: Reason | None = None) -> RunRow:
+    def request_stop(self, run_id: str, stop: Stop) -> RunRow:
         """Cancel or pause a run: at once if it is not on the cluster, else through STOPPING until
-        its driver has ended. ``reason`` None is a user's request.
+        its driver has ended.
 
         Repeating a request changes nothing; a cancel replaces a pause. Raises TransitionConflict.
         """
@@ -445,16 +417,14 @@ class RunStore(RunChanges):
                 "preempted_by": None,
             }
             if run.status in SUBMITTED:
-                if reason is not None:
-                    requested |= {"reason_code": reason.code, "reason_message": reason.message}
                 writer.set(requested)
                 writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": stop})
                 if run.status != RunStatus.STOPPING:
-                    writer.change_status(RunStatus.STOPPING, reason)
+                    writer.change_status(RunStatus.STOPPING, None)
             elif stop == "cancel":
-                writer.change_status(RunStatus.CANCELLED, reason or cancelled_by_user())
+                writer.change_status(RunStatus.CANCELLED, cancelled_by_user())
             else:
-                writer.change_status(RunStatus.PAUSED, reason or paused_by_user())
+                writer.change_status(RunStatus.PAUSED, paused_by_user())
             return writer.save()
 
     def resume(self, run_id: str) -> RunRow:
@@ -480,7 +450,7 @@ class RunStore(RunChanges):
             _expect(
                 writer.run, ended, None, "only a run that has ended can be deleted; cancel it first"
             )
-            if run_id in awaited_in(connection, self._database.hooks):
+            if run_id in awaited_in(connection):
                 raise TransitionConflict(
                     run_id,
                     writer.run.status,

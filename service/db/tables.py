@@ -68,6 +68,7 @@ runs = Table(  # the fields are in RunRow
     "runs",
     metadata,
     *(_column(name, _KINDS[name]) for name in RunRow.__dataclass_fields__),
+    Column("sweep_id", String(32)),  # until the next release: replicas of 0.1.0 read it
     Index(None, "created_at", "id"),
     Index(None, "project", "created_at", "id"),
     Index(None, "project", "status", "created_at", "id"),

@@ -18,7 +18,7 @@ from service.db.tables import events, metrics, notifications, runs, transitions
 from service.model.rows import EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict, check_legal
-from service.projections.attempts import BY_SWEEP, preempted
+from service.projections.attempts import preempted
 from service.projections.changes import NO_WORKERS
 from service.projections.goodput import TimeLedger, WorkLedger
 
@@ -119,8 +119,6 @@ class RunWriter:
     def begin(self) -> None:
         """Add the first entries of a new run's history."""
         data = {"name": self.run.name, "project": self.run.project}
-        if self.run.sweep_id is not None:
-            data["sweep_id"] = self.run.sweep_id
         self.append(EventKind.RUN_CREATED, self.run.created_at, data)
         self._record_status(None, self.run.created_at)
 
@@ -137,9 +135,6 @@ class RunWriter:
         check_legal(self.run.id, before, to)
         if to == RunStatus.PAUSED and preempted_by is not None:
             reason = preempted(self.visible_id(preempted_by))
-        kept = BY_SWEEP.get(to)
-        if before == RunStatus.STOPPING and kept is not None and self.run.reason_code == kept:
-            reason = self.run.reason
         columns: dict[str, Any] = {
             "status": RunStatus(to),
             "reason_code": reason.code.value if reason else None,

@@ -100,8 +100,6 @@ class RunSummary(StoredRow):
     started_at: float | None = None
     """Time of the first optimizer step."""
     finished_at: float | None = None
-    sweep_id: RunId | None = None
-    """Sweep that submitted it."""
     owner: Annotated[str, Chars(128)] | None = None
     """Who submitted it, as ``Principal.owner``; None for a run of an older version whose token is
     not known."""

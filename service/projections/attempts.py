@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import MappingProxyType
 from typing import Any, Final
 
 from everstep.spec.plain_text import printable
@@ -293,28 +292,6 @@ def paused_by_user() -> Reason:
         code=ReasonCode.PAUSED_BY_USER,
         message="Paused through the API; POST …/resume continues it.",
     )
-
-
-BY_SWEEP: Final = MappingProxyType(
-    {
-        RunStatus.PAUSED: ReasonCode.PAUSED_BY_SWEEP,
-        RunStatus.CANCELLED: ReasonCode.CANCELLED_BY_SWEEP,
-    }
-)
-"""Reasons that a run keeps from the request to the end of its driver."""
-
-
-def paused_by_sweep(sweep_id: str) -> Reason:
-    message = (
-        f"Paused at a rung by sweep {sweep_id}; it goes on from there, without losing a step, if "
-        "it is among the best."
-    )
-    return Reason(code=ReasonCode.PAUSED_BY_SWEEP, message=message)
-
-
-def cancelled_by_sweep(sweep_id: str, why: str) -> Reason:
-    message = f"Cancelled by sweep {sweep_id}: {why}."
-    return Reason(code=ReasonCode.CANCELLED_BY_SWEEP, message=message)
 
 
 def preempted(by: str | None) -> Reason:

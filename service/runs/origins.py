@@ -4,7 +4,6 @@ recorded."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -30,29 +29,13 @@ _SAME: Final = (
 moments stay valid."""
 
 
-@dataclass
-class Origins:
-    """Checkpoints that the runs of one request begin from. Each is looked up and held once, so
-    that the runs of a sweep begin from the same ``latest``."""
-
-    found: dict[tuple[str, ResumeFrom], tuple[RunRow, Checkpoint] | InvalidSpec] = field(
-        default_factory=dict
-    )
-    """The run and its checkpoint, or the error, for each project and ``resume_from``."""
-    held: set[tuple[str, int]] = field(default_factory=set)
-    """Runs and steps."""
-
-
-async def with_origin(
-    context: ApiContext, spec: RunSpec, origins: Origins, *, keep: bool
-) -> RunSpec:
+async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunSpec:
     """Return the spec with ``latest`` or ``best`` resolved, and protect the checkpoint from
     retention until the run has its own.
 
     Args:
         context: the service's context.
         spec: the spec.
-        origins: what was looked up for other runs of the request.
         keep: False does not protect it, because the run will be refused.
 
     Whether the model fits is only known when a rank builds it. Raises InvalidSpec with the field,
@@ -62,22 +45,12 @@ async def with_origin(
     if wanted is None:
         return spec
     place = ("resume_from", "step") if spec.resume_from is not None else ("replay", "from_step")
-    key = (spec.project, wanted)
-    if key not in origins.found:
-        try:
-            origins.found[key] = await _found(context, spec.project, wanted, place)
-        except InvalidSpec as exc:
-            origins.found[key] = exc
-    found = origins.found[key]
-    if isinstance(found, InvalidSpec):
-        raise found
-    parent, checkpoint = found
+    parent, checkpoint = await _found(context, spec.project, wanted, place)
     faults = [*_differences(spec, parent), *_nothing_left(spec, parent, checkpoint.step)]
     if faults:
         raise InvalidSpec(tuple(faults))
-    if keep and (parent.id, checkpoint.step) not in origins.held:
+    if keep:
         await context.storage_call(_hold, place, context, parent, checkpoint)
-        origins.held.add((parent.id, checkpoint.step))
     if spec.resume_from is None:
         return spec
     exact = wanted.model_copy(update={"step": checkpoint.step})

@@ -26,7 +26,7 @@ from service.db.projects import DEFAULT_PROJECT, UnknownProject
 from service.db.runs import first_transition
 from service.model.rows import TransitionRow
 from service.model.run_rows import RunRow
-from service.runs.origins import Origins, with_origin
+from service.runs.origins import with_origin
 from service.submission_rules.user_code import faults_of
 from storage.code import CodeStore, look_at, read_members
 from storage.errors import StorageNotFound
@@ -113,8 +113,6 @@ async def allowed(
     *,
     keep: bool,
     find_origin: bool = True,
-    origins: Origins | None = None,
-    look_at_code: bool = True,
 ) -> RunSpec:
     """Return a valid spec with the checkpoint that it starts from, after the checks of what this
     service allows and has.
@@ -125,8 +123,6 @@ async def allowed(
         spec: the spec.
         keep: keep the checkpoint that the run starts from.
         find_origin: look for that checkpoint.
-        origins: what was looked up for other runs of the request.
-        look_at_code: check the user's code.
 
     Raises InvalidSpec with every fault.
     """
@@ -137,14 +133,14 @@ async def allowed(
         _check_notify(context, spec)
     with _gathered(faults):
         context.storage_roots.check_data(spec)
-    if spec.code is not None and look_at_code:
+    if spec.code is not None:
         with _gathered(faults):
             await check_code(context, caller, spec.project, spec.code)
     with _gathered(faults):
         await _check_annexed(context, spec)
     if spec.origin is not None and find_origin:
         with _gathered(faults):
-            spec = await with_origin(context, spec, origins or Origins(), keep=keep and not faults)
+            spec = await with_origin(context, spec, keep=keep and not faults)
     if faults:
         raise InvalidSpec(tuple(faults))
     return spec

@@ -24,7 +24,7 @@ from service.api.problems import ApiProblem, invalid_request
 from service.db.run_lookup import RunFilter
 from service.model.rows import METRIC_NAME_CHARS, MetricPoint
 from service.model.run_rows import RunRow
-from service.runs.routes import run_answers
+from service.runs.routes import found_runs, parse_order, parse_tag, run_answers
 from service.web.rendering import PageRoute, page
 from service.web.run_page import run_page
 from service.web.session import WebCaller, WebRun
@@ -32,6 +32,8 @@ from service.web.session import WebCaller, WebRun
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 MOST_RUNS: Final = 8
+_MOST_LINES: Final = 100
+"""Of parallel coordinates."""
 _SUGGESTED: Final = 30
 
 
@@ -41,8 +43,11 @@ async def get_comparison(
     context: Context,
     caller: WebCaller,
     run: Annotated[list[str] | None, Query()] = None,
+    tag: Annotated[str, Query(max_length=400)] = "",
+    sort: Annotated[str, Query(max_length=400)] = "",
 ) -> Response:
-    """Show the runs in ``run``, each once."""
+    """Show the runs in ``run``, each once; or those with a tag, of which parallel coordinates show
+    more than the curves."""
     ids = list(dict.fromkeys(run_id.strip() for run_id in run or () if run_id.strip()))
     if len(ids) > MOST_RUNS:
         raise ApiProblem(
@@ -50,16 +55,24 @@ async def get_comparison(
             "invalid_request",
             f"Cannot compare {len(ids)} runs; choose at most {MOST_RUNS}.",
         )
-    rows = [await visible_run(run_id, context, caller) for run_id in ids]
-    runs = await run_answers(context, rows)
+    if tag:
+        wanted = RunFilter(tags=(parse_tag(tag),))
+        found = await found_runs(context, caller, wanted, _MOST_LINES, None, parse_order(sort))
+        by_id = await context.database_call(context.runs.rows, [each.id for each in found.items])
+        every = tuple(each for each in found.items if each.id in by_id)
+        specs = [by_id[each.id].spec for each in every]
+    else:
+        rows = [await visible_run(run_id, context, caller) for run_id in ids]
+        every, specs = tuple(await run_answers(context, rows)), [row.spec for row in rows]
+    runs = every[:MOST_RUNS]
     return page(
         request,
         "compare.html",
         caller,
         runs=runs,
         metrics=sorted({name for each in runs for name in each.metrics}),
-        differences=differences([row.spec for row in rows]),
-        parallel=picture(runs, [row.spec for row in rows]),
+        differences=differences(specs[:MOST_RUNS]),
+        parallel=picture(every, specs),
         suggested=await suggested(context, caller),
         most=MOST_RUNS,
     )

@@ -16,7 +16,6 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from everstep.spec.trials import param_word
 from everstep.text import failure
 from everstep.text import words as cli_words
 from everstep.wire import Failure, GoodputBuckets, Run, RunStatus
@@ -169,7 +168,6 @@ _FILTERS: Final = {
     "span": span,
     "size": cli_words.size,
     "number": cli_words.number,
-    "param": param_word,
     "percent": percent,
     "early_goodput": early_goodput,
     "clock": clock,

@@ -1,10 +1,9 @@
-"""What the guides to one's own code and the sweep tell a reader to type, against a real service."""
+"""What the guides to one's own code tell a reader to type, against a real service."""
 
 from __future__ import annotations
 
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from everstep.wire import RunStatus
 from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -88,19 +86,3 @@ def test_from_a_script_to_a_recovered_run(service: ServiceProcess, tmp_path: Pat
 def test_a_ray_train_function_as_it_is(service: ServiceProcess, example: str) -> None:
     shown = typed(service, f"submit --code {example}", "--set", "code.config.epochs=4", "--json")
     assert '"SUCCEEDED"' in shown and '"step":4' in shown.replace(" ", "")
-
-
-def test_the_sweep_finds_its_best_run(
-    service: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EVERSTEP_URL", service.url)
-    monkeypatch.setenv("EVERSTEP_TOKEN", service.token)
-    monkeypatch.chdir(tmp_path)
-    example = runpy.run_path(str(ROOT / "examples" / "sweep.py"))
-    example["main"]()
-    [sweep] = service.client().sweeps.list()
-    statuses = [run.status for run in sweep.runs()]
-    assert len(statuses) == 6 and set(statuses) == {RunStatus.SUCCEEDED, RunStatus.CANCELLED}
-    assert (tmp_path / "out" / sweep.name / "model.pt").is_file()
-    example["main"]()  # finds it again
-    assert len(list(service.client().sweeps.list())) == 1

@@ -15,8 +15,6 @@ from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
 from service.annexes.nodes.care import DEFAULT_RULE, NodeCare
 from service.annexes.nodes.store import MarksFile, NodeMarkStore
-from service.annexes.sweeps.driver import INTERVAL_S, SweepDriver
-from service.annexes.sweeps.store import SweepStore
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.events import EventStore
 from service.db.lease import LeaseStore
@@ -24,7 +22,7 @@ from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.reconciler import execute, ray_poller
-from service.reconciler.loop import Background, Leadership, Reconciler
+from service.reconciler.loop import Leadership, Reconciler
 from service.storage_identity import StorageGate
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent
@@ -90,7 +88,6 @@ class World:
                     DEFAULT_RULE,
                     self.clock,
                 ),
-                Background(INTERVAL_S, SweepDriver(SweepStore(mine, self.clock), runs).work),
             ],
             public_url="https://everstep.example",
             clock=self.clock,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,6 @@ import torch
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
-from everstep.spec.sweep import SweepSpec
-from everstep.spec.trials import trials_of
 from tests.support.code_archives import TASK
 from train_fn.user_code import modules as own_code
 
@@ -146,10 +143,3 @@ def test_init_task_says_what_it_wrote(tmp_path: Path) -> None:
     assert str(tmp_path / "my_task" / "spec.schema.json") in files
     refused = run_cli("init", "task", "my_task", "--in", tmp_path)
     assert (refused.exit_code, "not empty" in refused.stderr) == (2, True)
-
-
-def test_the_sweep_of_the_example_has_six_valid_runs() -> None:
-    sweep = SweepSpec(**runpy.run_path(str(ROOT / "examples" / "sweep.py"))["SWEEP"])
-    specs = [trial.spec for trial in trials_of(sweep)]
-    assert len({spec.name for spec in specs}) == 6
-    assert {spec.checkpoint.best_metric for spec in specs} == {sweep.metric}

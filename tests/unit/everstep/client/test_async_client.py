@@ -16,7 +16,6 @@ import everstep
 from everstep import (
     AsyncClient,
     AsyncRun,
-    AsyncSweep,
     InvalidSpec,
     NotFound,
     RunFailed,
@@ -27,7 +26,6 @@ from everstep.client.admin import Alerts, Nodes
 from everstep.client.async_client import Mirror
 from everstep.client.client import Client, Runs
 from everstep.client.download import Code
-from everstep.client.sweeps import Sweeps
 from tests.support.api_service import ApiService, spec
 
 MIRRORS = {
@@ -41,8 +39,6 @@ MIRRORS = {
     admin.Projects: async_client.AsyncProjects,
     admin.Tokens: async_client.AsyncTokens,
     admin.Sessions: async_client.AsyncSessions,
-    Sweeps: async_client.AsyncSweeps,
-    everstep.SweepHandle: AsyncSweep,
     Alerts: async_client.AsyncAlerts,
     admin.Audit: async_client.AsyncAudit,
     admin.ServiceStorage: async_client.AsyncStorage,

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 import everstep
 from everstep import wire
-from everstep.spec import code, run_spec, sections, sweep, tasks
+from everstep.spec import code, run_spec, sections, tasks
 
 PUBLIC = {
     *(
@@ -20,7 +20,6 @@ PUBLIC = {
         "AsyncRun",
         "AsyncDrill",
         "AsyncProfile",
-        "AsyncSweep",
         "RunHandle",
         "RunSpec",
         "Patience",
@@ -45,7 +44,6 @@ PUBLIC = {
         "DrillKind",
     ),
     *("Profile", "ProfileHandle", "AllReduce"),
-    *("Sweep", "SweepFailed", "SweepHandle", "SweepRun", "SweepSpec", "SweepStatus"),
     *("Alert", "AlertDelivery", "AlertMessage"),
     *(
         "EverstepError",
@@ -92,7 +90,6 @@ def test_types_are_shipped() -> None:
 SPEC_MODULES = (
     run_spec,
     sections,
-    sweep,
     code,
     tasks,
 )

@@ -24,8 +24,6 @@ from everstep import (
     RateLimited,
     RunFailed,
     ServiceError,
-    Sweep,
-    SweepFailed,
     Unavailable,
     UsageError,
     WaitTimeout,
@@ -150,8 +148,6 @@ def test_a_key_that_no_header_can_carry_is_named(key: str) -> None:
     what = "idempotency_key: must be 1 to 255 printable ASCII"
     with pytest.raises(InvalidSpec, match=what):
         client(script).runs.create({"name": "a"}, idempotency_key=key)
-    with pytest.raises(InvalidSpec, match=what):
-        client(script).sweeps.create({"name": "a"}, metric="loss", idempotency_key=key)
     assert script.requests == []
 
 
@@ -381,34 +377,10 @@ def test_no_error_of_httpx_is_unmapped(kind: type[Exception]) -> None:
     assert isinstance(error, (Unavailable, ServiceError, UsageError)) and URL in str(error)
 
 
-SWEEP = Sweep.model_validate(
-    {
-        "id": "sweep_1",
-        "name": "s",
-        "project": "default",
-        "status": "FAILED",
-        "reason": {"code": "no_value", "message": "none"},
-        "metric": "loss",
-        "mode": "min",
-        "scheduler": "none",
-        "seed": None,
-        "max_parallel": None,
-        "created_at": "2026-01-01T00:00:00Z",
-        "finished_at": None,
-        "progress": dict.fromkeys(
-            ("total", "waiting", "active", "paused", "succeeded", "failed", "cancelled"), 0
-        ),
-        "best": None,
-        "links": {"dashboard": None},
-    }
-)
-
-
 def our_errors() -> list[EverstepError]:
     made: list[EverstepError] = [
         InvalidSpec((FieldError(("a", 0), "no"),), "words"),
         RunFailed(RUN, None),
-        SweepFailed(SWEEP),
         WaitTimeout("late"),
         CorruptDownload("torn"),
     ]
@@ -420,7 +392,7 @@ def our_errors() -> list[EverstepError]:
     return made + [
         kind("words", code="c", status=499)
         for kind in kinds
-        if kind not in (InvalidSpec, RunFailed, SweepFailed)
+        if kind not in (InvalidSpec, RunFailed)
     ]
 
 

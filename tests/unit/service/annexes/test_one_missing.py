@@ -22,13 +22,11 @@ from service.annexes.registry import ANNEXES
 from service.process.app import create_app
 from tests.support.api_service import ApiService, Journal, spec
 from tests.support.command_line import everstep
-from tests.support.sweep_runs import advance, create_sweep
 from tests.support.web_browser import Browser
 from tests.unit.service.api.test_openapi_contract import described
 
 COMMANDS = {
     "access": ("token", "list"),
-    "sweeps": ("sweeps",),
     "drills": ("drill", "RUN", "kill_worker", "--no-wait"),
     "nodes": ("cordon", "node-1"),
     "alerts": ("alerts", "list"),
@@ -45,7 +43,7 @@ class World:
         self.api = api
         self.missing = missing
         self.run_id = run_id
-        """A run of a sweep that trains."""
+        """A run that trains."""
         self.ended_id = ended_id
         self.pages = (
             *("/login", "/runs", "/compare", "/queue", "/cluster", "/new", "/docs"),
@@ -60,9 +58,7 @@ class World:
 async def lived_in(directory: Path) -> tuple[str, str]:
     """Leave a database with rows of every annex; return a run that trains, and one that ended."""
     async with ApiService(directory, drills=True) as whole:
-        await create_sweep(whole)
-        advance(whole)
-        [run_id, *_] = [run.id for run in whole.runs.live()]
+        run_id = await whole.create()
         whole.runs.claim_submission(run_id, 0)
         whole.runs.record_job(run_id, 1, f"{run_id}-s001")
         journal = Journal(at=whole.clock.now)

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from service.process.app import create_app
-from tests.support.api_service import ApiService, spec
+from tests.support.api_service import ApiService
 
 OPEN = {("GET", "/healthz"), ("GET", "/readyz")}
 """Without any token."""
@@ -52,14 +52,6 @@ LEAST_ROLE = {
     ("GET", "/v1/runs/{run_id}/rehearsal"): "viewer",
     ("GET", "/v1/runs/{run_id}/stacks"): "viewer",
     ("POST", "/v1/runs/{run_id}/stacks"): "submitter",
-    ("POST", "/v1/sweeps"): "submitter",
-    ("POST", "/v1/sweeps/validate"): "submitter",
-    ("GET", "/v1/sweeps"): "viewer",
-    ("GET", "/v1/sweeps/{sweep_id}"): "viewer",
-    ("GET", "/v1/sweeps/{sweep_id}/spec"): "viewer",
-    ("GET", "/v1/sweeps/{sweep_id}/runs"): "viewer",
-    ("POST", "/v1/sweeps/{sweep_id}/cancel"): "submitter",
-    ("DELETE", "/v1/sweeps/{sweep_id}"): "submitter",
     ("GET", "/v1/catalog"): "viewer",
     ("GET", "/v1/cluster"): "viewer",
     ("POST", "/v1/cluster/nodes/{node_id}/cordon"): "admin",
@@ -98,8 +90,6 @@ BODIES = {
     # a fault of the spec is found after the role
     "/v1/runs": {"name": "a"},
     "/v1/validate": {"name": "a"},
-    "/v1/sweeps": {"metric": "loss"},
-    "/v1/sweeps/validate": {"metric": "loss"},
     "/v1/projects": {"name": "vision"},
     "/v1/alerts": {"name": "a", "when": "failed", "format": "json", "url": "https://a.example"},
     "/v1/tokens": {"name": "t", "role": "admin"},
@@ -113,14 +103,6 @@ BODIES = {
 async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
     async with ApiService(tmp_path, drills=True) as service:
         yield service
-
-
-async def new_sweep(api: ApiService) -> str:
-    body = {"spec": spec(), "metric": "loss", "grid": {"train.seed": [1, 2]}}
-    answer = await api.http.post("/v1/sweeps", json=body)
-    assert answer.status_code == 201, answer.text
-    sweep_id: str = answer.json()["id"]
-    return sweep_id
 
 
 async def test_every_route_has_its_place_in_the_matrix(api: ApiService) -> None:
@@ -140,10 +122,8 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
     for (method, route), least in LEAST_ROLE.items():
         for who, client in clients.items():
             run_id = await api.create() if "{run_id}" in route else ""
-            sweep_id = await new_sweep(api) if "{sweep_id}" in route else ""
             names = {
                 "run_id": run_id,
-                "sweep_id": sweep_id,
                 "step": "latest",
                 "drill_id": "drill_x",
                 "profile_id": "prof_x",
@@ -158,7 +138,7 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
                 method, path, json=BODIES.get(route) if method == "POST" else None
             )
             case = (method, route, who, answer.status_code, answer.text[:200])
-            if who == "stranger" and (run_id or sweep_id):
+            if who == "stranger" and run_id:
                 assert (answer.status_code, answer.json()["code"]) == (404, "not_found"), case
             elif ROLES.index("submitter" if who == "stranger" else who) < ROLES.index(least):
                 assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), case
@@ -205,10 +185,10 @@ class Untouched:
 async def test_nobody_s_body_is_read_before_it_is_known_who_they_are(api: ApiService) -> None:
     """Every route refuses who may not use it, whatever the body is, and without waiting for it."""
     app = create_app(api.context)
-    run_id, sweep_id = await api.create(), await new_sweep(api)
+    run_id = await api.create()
     names = dict.fromkeys(
         ("step", "drill_id", "profile_id", "session_id", "name", "alert_id", "delivery_id"), "x"
-    ) | {"run_id": run_id, "sweep_id": sweep_id, "node_id": "node-1", "check_id": "check_x"}
+    ) | {"run_id": run_id, "node_id": "node-1", "check_id": "check_x"}
     names |= {"project": "none", "token_id": "tok_none"}
     tokens = {
         "viewer": api.token("viewer", "default"),
@@ -222,7 +202,7 @@ async def test_nobody_s_body_is_read_before_it_is_known_who_they_are(api: ApiSer
             nobody = await Untouched(method, path, None, query).status_of(app)
             assert nobody == 401, (method, route, query)
         for who, token in tokens.items():
-            if who == "stranger" and ("{run_id}" in route or "{sweep_id}" in route):
+            if who == "stranger" and "{run_id}" in route:
                 expected = 404
             elif ROLES.index("submitter" if who == "stranger" else who) < ROLES.index(least):
                 expected = 403

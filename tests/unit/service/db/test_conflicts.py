@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Table, insert
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire.team import Quotas
+from service.annex import TableHooks
 from service.annexes.nodes.store import NodeMarkStore
 from service.api.auth import METRICS_TOKEN_ID, ensure_metrics_token
 from service.db.checkpoints import CodeArchives, OriginGone
@@ -21,6 +22,7 @@ from service.db.runs import RunStore
 from service.db.tables import code_archives, node_marks, projects, storage_identity, tokens
 from service.db.tokens import TokenStore, sha256_of
 from service.model.rows import NodeMarkRow, TokenRow
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from tests.support.api_service import spec
 
@@ -150,29 +152,23 @@ def test_a_word_replaces_only_the_one_that_was_known(database: Database) -> None
     assert (marks.all()["n1"].reason, marks.all()["n1"].state) == ("again", "cordoned")
 
 
-class Meanwhile:
-    """A place for a run that is recorded, and not yet committed when ``call`` is made."""
-
-    sweep_id = "sweep_a"
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def check(self, connection: Connection) -> None:
-        pass
-
-    def fill(self, connection: Connection, run_id: str) -> None:
-        self._call()
-
-
 def test_a_run_is_deleted_or_another_starts_from_it_and_never_both(
     database: Database, other: Database
 ) -> None:
-    runs, theirs = RunStore(database), RunStore(other)
+    meanwhile: list[Callable[[], None]] = []
 
-    def made(parent: str | None, call: Callable[[], None] = lambda: None) -> str:
+    def recorded(_connection: Connection, _run: RunRow, _now: float) -> None:
+        """A run is recorded, and not yet committed."""
+        while meanwhile:
+            meanwhile.pop()()
+
+    hook = TableHooks(run_changed=recorded, run_events=frozenset({"run_created"}))
+    hooked = Database(database.url.render_as_string(hide_password=False), (hook,))
+    runs, theirs = RunStore(hooked), RunStore(other)
+
+    def made(parent: str | None) -> str:
         origin = {} if parent is None else {"resume_from": {"run_id": parent, "step": 1}}
-        return runs.create(parse_spec(spec(**origin)), "tok_a", place=Meanwhile(call))[0].id
+        return runs.create(parse_spec(spec(**origin)), "tok_a")[0].id
 
     first = made(None)
     with pytest.raises(TransitionConflict, match="has ended"):
@@ -186,7 +182,8 @@ def test_a_run_is_deleted_or_another_starts_from_it_and_never_both(
             with pytest.raises(TimeoutError):
                 answers[0].result(HELD_OPEN_S)
 
-        second = made(first, delete_it)
+        meanwhile.append(delete_it)
+        second = made(first)
         with pytest.raises(TransitionConflict, match="another run will start from its checkpoint"):
             answers[0].result(10)
     runs.request_stop(second, "cancel")
@@ -198,3 +195,4 @@ def test_a_run_is_deleted_or_another_starts_from_it_and_never_both(
     with pytest.raises(OriginGone, match="was deleted"):
         made(first)
     assert made(second), "a fork of a fork asks only for its own parent"
+    hooked.close()

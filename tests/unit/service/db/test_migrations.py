@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,16 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import inspect, text, update
 
 import service.annexes.registry  # noqa: F401  the tables of annexes
+from everstep.spec.parsing import parse_spec
 from service.db.engine import Database, DatabaseOfAnotherVersion
-from service.db.tables import metadata
+from service.db.events import EventStore
+from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
+from service.db.tables import events, metadata
+from tests.support.api_service import spec
 from tests.support.postgres_server import PostgresServer
 
 
@@ -111,3 +118,71 @@ def test_sqlite_is_durable_and_does_not_block_readers(tmp_path: Path) -> None:
         }
     assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
     database.close()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def old_database(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Database]:
+    """A database of 0.1.0, which had sweeps."""
+    with ExitStack() as stack:
+        url = f"sqlite:///{tmp_path / 'e.db'}"
+        if request.param == "postgresql":
+            server: PostgresServer = request.getfixturevalue("postgresql")
+            url = stack.enter_context(server.database("template0"))
+        database = Database(url)
+        stack.callback(database.close)
+        upgrade = command.upgrade
+        with monkeypatch.context() as patch:
+            patch.setattr(command, "upgrade", lambda config, _: upgrade(config, "0001"))
+            database.migrate()
+        yield database
+
+
+def test_runs_of_a_sweep_stay_and_carry_its_tag(old_database: Database) -> None:
+    store = RunStore(old_database, lambda: 5.0)
+    ids = [store.create(parse_spec(spec(tags=tags)), "tok")[0].id for tags in ({}, {"study": "a"})]
+    for run_id in ids:
+        store.request_stop(run_id, "cancel")
+    with old_database.write() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO sweeps (id, name, project, status, spec, created_by, created_at) "
+                "VALUES ('sweep_1', 'lr', 'default', 'RUNNING', '{}', 'tok', 1)"
+            )
+        )
+        connection.execute(
+            text(
+                "INSERT INTO sweep_runs (sweep_id, number, params, spec, run_id, rung, results) "
+                "VALUES ('sweep_1', 7, '{}', '{}', :id, 0, '[]')"
+            ),
+            {"id": ids[0]},
+        )
+        for table in ("runs", "transitions"):
+            connection.execute(
+                text(
+                    f"UPDATE {table} SET reason_code = 'cancelled_by_sweep' WHERE reason_code = :c"
+                ),
+                {"c": "cancelled_by_user"},
+            )
+        connection.execute(text("UPDATE runs SET sweep_id = 'sweep_1'"))
+        reason = {"code": "cancelled_by_sweep", "message": "Cancelled by sweep sweep_1."}
+        connection.execute(
+            update(events)
+            .where(events.c.kind == "status", events.c.seq > 2)
+            .values(data={"from": "QUEUED", "to": "CANCELLED", "reason": reason})
+        )
+    old_database.migrate()
+    rows = [store.get(run_id) for run_id in ids]
+    assert [row and row.tags for row in rows] == [
+        {"study": "sweep_1", "trial": "7"},
+        {"study": "a", "everstep.study": "sweep_1"},
+    ]
+    assert [run.id for run in store.find(RunFilter(tags=(("study", "sweep_1"),)), 9)] == ids[:1]
+    assert {row and row.reason and row.reason.code for row in rows} == {"cancelled_by_user"}
+    for run_id in ids:
+        assert store.transitions([run_id])[run_id][-1].reason_code == "cancelled_by_user"
+        last = EventStore(old_database).of_kinds(run_id, ["status"])[-1]
+        assert last.data["reason"] == {**reason, "code": "cancelled_by_user"}
+    with old_database.read() as connection:
+        assert not {"sweeps", "sweep_runs"} & set(inspect(connection).get_table_names())

@@ -64,3 +64,20 @@ async def test_compared_runs_have_a_picture_and_differences(api: ApiService) -> 
     html = await browser.page(f"/compare?run={one.id}&run={other}")
     assert "Parallel coordinates" in html and ">train.seed<" in html and HOSTILE not in html
     assert "Side by side" in await browser.page(f"/compare?run={queued}")
+
+
+async def test_runs_of_a_study_are_compared_by_their_tag(api: ApiService) -> None:
+    browser = await Browser.logged_in(api, api.token("viewer"))
+    for number in range(10):
+        seed, tags = {"seed": number}, {"study": "lr", "trial": str(number)}
+        run_id, journal = await api.running(name=f"lr-{number}", tags=tags, train=seed)
+        api.apply(run_id, [journal.steps(2, loss=float(number))])
+    other = await api.create(tags={"study": "other"})
+    runs = await browser.page("/runs?tag=study%3Dlr&sort=metrics.loss")
+    link = "/compare?tag=study%3Dlr&amp;sort=metrics.loss"
+    assert link in runs
+    html = await browser.page(link.replace("&amp;", "&"))
+    drawn = html.partition("Parallel coordinates")[2].partition("</section>")[0]
+    assert all(f"lr-{number}" in drawn for number in range(10)) and other not in html
+    chips = html.partition('class="filters"')[2].partition("</form>")[0]
+    assert [f"> lr-{number} <" in chips for number in (0, 7, 8)] == [True, True, False]
