@@ -9,9 +9,11 @@ it has left a thread, a child, an open file or a device. Then each rank builds f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import re
+import signal
 import stat
 import sys
 import time
@@ -34,6 +36,7 @@ from train_fn.step.place_watch import asked_at, watching
 
 _SHOWN = 3
 _LONGEST = 500
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 base_environ: dict[str, str] | None = None
@@ -53,12 +56,16 @@ def build_and_serve(connection: Connection, order: BuildOrder) -> None:
     base_environ = {**order.environ, **order.env}
     own_fds = fds | {*output.descriptors, connection.fileno()}
     why_not = failed = None
+    _take_orphans(True)
     try:
         take_environment(order.env)
         _build(order.job)
         why_not = _why_not(threads, own_fds)
     except BaseException as exc:
         failed = process_redactor()(f"{type(exc).__name__}: {exc}")[:_LONGEST]
+    if why_not or failed:
+        _end_children()
+    _take_orphans(False)
     listening = None if why_not or failed else listen_at(order.path)
     connection.send(BuildResult(why_not, failed, time.monotonic() - began))
     if listening is None:
@@ -147,12 +154,34 @@ def _thread_name(number: int) -> str:
     return "?"
 
 
+def _take_orphans(takes: bool) -> None:
+    """Have what processes of the build leave behind become children of this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(takes), 0, 0, 0)
+
+
+def _end_children() -> None:
+    """End what the build has started, and what that has started."""
+    while found := _child_ids():
+        for pid in found:
+            with contextlib.suppress(OSError):  # it is gone
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _child_ids() -> list[int]:
+    found = []
+    for thread in _threads():
+        with contextlib.suppress(OSError):  # it has just ended
+            found += Path(f"/proc/self/task/{thread}/children").read_text().split()
+    return list(map(int, found))
+
+
 def _children() -> list[str]:
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     names = []
-    for pid in found:
+    for pid in _child_ids():
         with contextlib.suppress(OSError):
-            names.append(f"{Path('/proc', pid, 'comm').read_text().strip()} ({pid})")
+            name = Path("/proc", str(pid), "comm").read_text().strip()
+            names.append(f"{name} ({pid})")
     return names
 
 

@@ -209,6 +209,28 @@ def test_what_nobody_would_move_is_shared(what: str, node: Node, marker: Path) -
     assert has_built(host, node.rank(host))
 
 
+LEAVES = """import os, subprocess
+child = subprocess.Popen(["sh", "-c", "sleep 600 & echo $! $$; wait"], stdout=subprocess.PIPE)
+if os.fork() == 0:
+    os.setsid()
+    if (daemon := os.fork()) == 0:
+        while True:
+            os.read(os.pipe()[0], 1)
+    open({marker!r}, "w").write(child.stdout.readline().decode() + str(daemon))
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize("then", ["", "raise ValueError"], ids=["is refused", "fails"])
+def test_nothing_is_left_of_what_a_build_has_started(then: str, node: Node, marker: Path) -> None:
+    host = node.host()
+    node.build(host, node.job(LEAVES.format(marker=str(marker)) + then, f"run_leaves{len(then)}"))
+    started = list(map(int, marker.read_text().split()))
+    assert host.why_not is not None and len(started) == 3
+    assert [pid for pid in started if psutil.pid_exists(pid)] == []
+
+
 def test_a_build_that_fails_is_told_and_each_rank_tries_again(node: Node) -> None:
     host = node.host()
     node.build(host, node.job("raise FileNotFoundError('no data here')"))
