@@ -63,11 +63,20 @@ def signal_ranks(node_id: str, pids: Collection[int], signal_number: int) -> str
 
 
 def _workers(raylet: psutil.Process) -> set[int]:
-    """Return the pids of a raylet's descendants, and of forked workers that one of them represents
-    and holds a pidfd of."""
-    below = {child.pid for child in raylet.children(recursive=True)}
+    """Return the pids of a raylet's descendants, and of what one of them represents and holds a
+    pidfd of: forked workers, and the ranks of these."""
+    found: set[int] = set()
+    new = {child.pid for child in raylet.children(recursive=True)}
+    while new:
+        found |= new
+        new = _held(new) - found - {raylet.pid}
+    return found
+
+
+def _held(pids: Collection[int]) -> set[int]:
+    """Return the pids of the processes that these ones hold a pidfd of."""
     held = set()
-    for pid in below:
+    for pid in pids:
         with contextlib.suppress(OSError):
             for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
                 with contextlib.suppress(OSError):
@@ -76,7 +85,7 @@ def _workers(raylet: psutil.Process) -> set[int]:
                         for line in entry.read_text().splitlines()
                         if line.startswith("Pid:")
                     }
-    return below | held - {raylet.pid}
+    return held
 
 
 def kill_ranks(run_id: str, node_id: str, pids: Collection[int]) -> str | None:
