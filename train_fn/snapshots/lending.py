@@ -40,12 +40,11 @@ _loan: _Loan | None = None
 def leave(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
     """Leave ``state``, whose tensors nothing changes any more. Return None, or why that cannot be
     done. Raises as ``leave_snapshot``."""
-    is_small = size_bytes(state) <= SNAPSHOT_BYTES
-    if is_small or ctx.device.type != "cpu":
-        problem = leave_snapshot(ctx, state)
-        if problem is None or is_small:
-            return problem
-        state = copy_to_cpu(state)
+    if size_bytes(state) <= SNAPSHOT_BYTES or ctx.device.type != "cpu":
+        if leave_snapshot(ctx, state) is None:
+            return None
+        # Shared memory is too small for it.
+        state = state if ctx.device.type == "cpu" else copy_to_cpu(state)
     return _lend(ctx, state)
 
 
