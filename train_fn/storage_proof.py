@@ -85,13 +85,6 @@ def _words(answer: _Answer) -> str:
     return f"node {answer.node} (host {answer.host})"
 
 
-def prove_ahead(ctx: WorkerContext) -> None:
-    """Write this node's probe and read the driver's, so that the group which this process joins
-    waits for neither. What is wrong is found again there."""
-    if _write(ctx) is None:
-        _look(ctx, platform.node(), {DRIVER_PROBE: "the driver"})
-
-
 @functools.cache
 def _found_right(uri: str, submission: int, node_id: str) -> set[str]:
     """Return the names of the probes that this process has found right."""

@@ -203,10 +203,6 @@ class Bookmarks:
                 self.newest.update(passed)
             self._passed = {}
 
-    def forget_passed(self) -> None:
-        """Forget what no exchange has shared: a step that broke may have passed it."""
-        self._passed = {}
-
     def state_dict(self) -> dict[str, Any]:
         return {str(stream): list(bookmark) for stream, bookmark in self.newest.items()}
 

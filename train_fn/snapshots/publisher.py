@@ -21,7 +21,7 @@ from typing import Any, Literal
 from everstep.wire.events import EventKind
 from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
-from train_fn.snapshots.state_file import go_on, state_digest
+from train_fn.snapshots.state_file import state_digest
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
 from train_fn.state.run_state import RunState
 from train_fn.state.tensor_tree import size_bytes
@@ -66,10 +66,6 @@ class Publisher:
 
     It reports when the node's memory becomes too small for a state, and when it is large enough
     again.
-
-    Args:
-        insures: whether no snapshot holds the state that the attempt began with. The first one is
-            then published as soon as a thread has taken memory for it, wherever the ranks are.
     """
 
     def __init__(
@@ -77,8 +73,6 @@ class Publisher:
         ctx: WorkerContext,
         state: RunState,
         copies: BoundaryCopies,
-        *,
-        insures: bool = False,
     ) -> None:
         self._ctx, self._state, self._copies = ctx, state, copies
         is_published = ctx.world_rank == 0 and snapshots_of(ctx) == "published"
@@ -90,7 +84,6 @@ class Publisher:
         self._closed = False
         self._problem: str | None = None
         self._checked = self._is_running = False
-        self._insures = insures and ctx.world_rank == 0
         if self._active:
             self._start()
 
@@ -101,10 +94,7 @@ class Publisher:
         Args:
             due: what ``is_due`` has returned since the last step; None if nobody has asked.
         """
-        if self._insures and self._copies.is_ready():
-            self._insures = False
-            self.keep()
-        elif not self._active:
+        if not self._active:
             self._check_room()
         elif self.is_due() if due is None else due:
             self._hand_over()
@@ -220,26 +210,17 @@ _SLOWEST_BYTES_PER_S = 500e6
 _TURN_POLL_S = 0.002
 
 
-def leave_snapshot(
-    ctx: WorkerContext,
-    state: dict[str, Any],
-    digest: str | None = None,
-    check: Callable[[], None] = go_on,
-) -> str | None:
+def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
     """Leave ``state`` on this node in place of all older ones, or a label that says why not. Return
     None, or the problem.
 
     Ranks of one node take turns, and a rank that finds the same state there writes no other: one of
     each rank may not fit. Tensors may be on any device. Raises BadTask for a value that could not
     be loaded again, RuntimeError if a device cannot be read, and what ``SnapshotStore.write`` does.
-
-    Args:
-        digest: that of the state; None to compute it.
-        check: called before each piece is written; what it raises ends the writing.
     """
-    own = _OwnState(ctx, state, digest, check)
+    own = _OwnState(ctx, state)
     patience_s = TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S
-    with _in_turn(own.store, patience_s, own.compare, check):
+    with _in_turn(own.store, patience_s, own.compare):
         # by another rank, or published
         problem = None if own.is_there() else own.leave_if_it_fits()
     if problem is None:
@@ -257,7 +238,7 @@ def in_turn_unless_there(ctx: WorkerContext, state: dict[str, Any]) -> Iterator[
     with its digest, or None if another one has left the same state."""
     own = _OwnState(ctx, state)
     patience_s = TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S
-    with _in_turn(own.store, patience_s, own.compare, go_on):
+    with _in_turn(own.store, patience_s, own.compare):
         own.compare()
         yield None if own.is_there() else replace(own.label, digest=own.digest)
 
@@ -280,20 +261,14 @@ def shortage(store: SnapshotStore, state: dict[str, Any], freed_bytes: int = 0) 
 class _OwnState:
     """The state of this rank, which is about to be written."""
 
-    def __init__(
-        self,
-        ctx: WorkerContext,
-        state: dict[str, Any],
-        digest: str | None = None,
-        check: Callable[[], None] = go_on,
-    ) -> None:
-        self.store, self._check = snapshot_store(ctx), check
+    def __init__(self, ctx: WorkerContext, state: dict[str, Any]) -> None:
+        self.store = snapshot_store(ctx)
         self.label = Label(
             ctx.submission,
             ctx.attempt,
             state["step"],
             ctx.world_rank,
-            digest=digest,
+            digest=None,
             problem=None,
             storage=ctx.run_dir.storage.uri,
         )
@@ -301,7 +276,7 @@ class _OwnState:
 
     @cached_property
     def digest(self) -> str:
-        return self.label.digest or state_digest(self._state)
+        return state_digest(self._state)
 
     def compare(self) -> None:
         """Take the digest now, since another rank's will be there to compare with."""
@@ -334,7 +309,7 @@ class _OwnState:
             self.store.drop_draft(self.label)
         else:
             try:
-                self.store.write(self.label, self._state, self._check)
+                self.store.write(self.label, self._state)
             except OSError as exc:
                 problem = f"the snapshot could not be written: {exc}"
         return problem
@@ -345,11 +320,9 @@ def _in_turn(
     store: SnapshotStore,
     patience_s: float,
     meanwhile: Callable[[], None],
-    check: Callable[[], None],
 ) -> Iterator[None]:
-    """Let one rank of this node in at a time. A rank that has to wait calls ``meanwhile`` first,
-    and ``check`` while it waits. After ``patience_s`` it enters anyway: the other one may be
-    stopped."""
+    """Let one rank of this node in at a time. A rank that has to wait calls ``meanwhile`` first.
+    After ``patience_s`` it enters anyway: the other one may be stopped."""
     try:
         store.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(store.directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -361,7 +334,6 @@ def _in_turn(
         if not _locked(held):
             meanwhile()
             while not _locked(held) and time.monotonic() < gives_up_at:
-                check()
                 time.sleep(_TURN_POLL_S)
         yield
     finally:

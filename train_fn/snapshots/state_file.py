@@ -59,15 +59,8 @@ _PREFACE = struct.Struct("<16sQQ32s")
 _ALIGNED = 64
 
 
-def go_on() -> None:
-    """Let a state be written to its end."""
-
-
-def write_state(path: Path, state: Mapping[str, Any], check: Callable[[], None] = go_on) -> str:
+def write_state(path: Path, state: Mapping[str, Any]) -> str:
     """Write ``state``, whose tensors may be on any device. Return its digest.
-
-    Args:
-        check: called before each piece; what it raises ends the writing.
 
     Raises OSError, BadTask for a value that could not be loaded again, and RuntimeError if a device
     cannot be read.
@@ -81,7 +74,6 @@ def write_state(path: Path, state: Mapping[str, Any], check: Callable[[], None] 
         write_all(file, _PREFACE.pack(_MAGIC, len(header), starts[-1], checksum) + header)
 
         def write(number: int, piece: torch.Tensor) -> None:
-            check()
             write_all(file, bytes(max(0, starts[number] - file.tell())))
             write_all(file, piece.numpy().data)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from train_fn.errors import StateNotWhole
 from train_fn.node.node_dir import shared_memory_root, snapshots_dir
 from train_fn.snapshots.state_file import (
     exclusively,
-    go_on,
     is_in_use,
     lend_state,
     open_state,
@@ -76,17 +75,15 @@ class SnapshotStore:
     directory: Path
     submission: int
 
-    def write(
-        self, label: Label, state: dict[str, Any], check: Callable[[], None] = go_on
-    ) -> Label:
+    def write(self, label: Label, state: dict[str, Any]) -> Label:
         """Publish ``state``, then its label, and return that. A label without a digest gets that of
         the state.
 
-        Raises what ``write_state`` and ``check`` do, and StateNotWhole if the state does not have
+        Raises what ``write_state`` does, and StateNotWhole if the state does not have
         the digest of its label: it has changed since, and nothing is published.
         """
         with self._published_state(label) as draft:
-            written = write_state(draft, state, check)
+            written = write_state(draft, state)
             if label.digest not in (None, written):
                 raise StateNotWhole(label.step, "it has changed while a snapshot was written")
         label = replace(label, digest=written)

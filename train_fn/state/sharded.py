@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from train_fn.errors import BadTask
@@ -247,12 +246,6 @@ def _waits(weight: Any) -> bool:
     gathered = getattr(weight, "_unsharded_param", None)
     has_own = gathered is not None and gathered.grad is not None
     return has_own or weight.unsharded_accumulated_grad is not None
-
-
-def forget_meshes() -> None:
-    """Forget the groups of earlier attempts. DTensor takes two meshes of the same ranks for equal,
-    and would give results on the new one the groups of the old one."""
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def _has_memory(value: torch.Tensor) -> bool:

@@ -38,11 +38,6 @@ _OWN_TO_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt
 _ABSENT = object()
 
 
-def generator_text(value: Any) -> Any | None:
-    """Return what shows the state of a random generator; None for another object."""
-    return _State(_GENERATORS[type(value)][0](value)).text if type(value) in _GENERATORS else None
-
-
 class _State:
     """Hold a copy of a generator's state."""
 

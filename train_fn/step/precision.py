@@ -56,16 +56,6 @@ def set_determinism(wanted: bool | Literal["auto"], device: torch.device) -> Non
         torch.backends.cudnn.benchmark = not deterministic
 
 
-def keep_determinism() -> None:
-    """Keep the process's choice, which a task may have made while it was built. Parts of it are of
-    a thread, and the attempt has a new one."""
-    chosen, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(chosen, warn_only=warns)
-
-
 def reproducibility(
     exactness: Literal["world_size", "elastic"] = "world_size", *, compiled: bool = False
 ) -> str:

@@ -24,7 +24,7 @@ from train_fn.recovery.decision import decide
 from train_fn.recovery.evidence import Evidence, RankReport, describe_error
 from train_fn.recovery.verdict import judge
 from train_fn.step.peers import Peers
-from train_fn.storage_proof import prove_ahead, prove_storage
+from train_fn.storage_proof import prove_storage
 
 
 class Meeting:
@@ -91,19 +91,6 @@ def test_nodes_that_share_their_storage_go_on(tmp_path: Path) -> None:
     shutil.rmtree(probes)
     assert prove(nodes) == [None] * 4, "a process reads nothing a second time"
     assert not probes.exists()
-
-
-def test_a_process_that_proves_ahead_has_only_the_others_left_to_read(tmp_path: Path) -> None:
-    write_driver_probe(tmp_path)
-    assert prove([("a", tmp_path)]) == [None]
-    prove_ahead(dataclasses.replace(make_context(tmp_path, 1), node_id="b"))
-    probes = tmp_path / "runs/run_saver/control/s001.probes"
-    (probes / DRIVER_PROBE).unlink()
-    assert prove([("a", tmp_path), ("b", tmp_path)]) == [None] * 2
-    (probes / "b").unlink()
-    storage_proof._found_right.cache_clear()
-    error, _ = prove([("a", tmp_path), ("b", tmp_path)])
-    assert isinstance(error, StorageNotShared)
 
 
 @pytest.mark.parametrize("alone", ["a", "b", "c"])
