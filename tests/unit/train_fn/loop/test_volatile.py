@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from train_fn.errors import BadTask
-from train_fn.step import untrained
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import TensorPlace, WarmUp, keep, rules_of, untrained_places
@@ -195,22 +194,6 @@ def test_a_first_pass_is_found_out_and_undone_whatever_it_wrote(is_fresh: bool) 
     )
     warm_up.put_back()
     assert [place.tensor.tolist() for place in places] == [tensor.tolist() for tensor in before]  # type: ignore[union-attr]
-
-
-def test_of_a_state_that_stays_every_change_is_undone_or_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also of tensors that are too large to copy: of these, the ones that are known to move are
-    copied, and the others only compared."""
-    monkeypatch.setattr(untrained, "COPIED_BYTES", 0)
-    monkeypatch.setattr(untrained.keep, "__defaults__", (0,))
-    model = Bag()
-    places = untrained_places(model, [model.trained])
-    warm_up = WarmUp(model, places, is_fresh=False, moving={"one"})
-    model.one.add_(1)
-    assert warm_up.put_back() == [] and model.one.tolist() == [0.0, 1.0, 2.0, 3.0]
-    model.frozen.data[3] = 2.5
-    assert warm_up.put_back() == ["frozen"]
 
 
 def test_an_unsaved_buffer_that_is_made_anew_with_the_same_contents_is_left_alone() -> None:

@@ -24,7 +24,6 @@ from train_fn.node.preflight import (
     time_links,
     unfit,
 )
-from train_fn.ray_train import worker_actor
 from train_fn.ray_train.worker_actor import EverstepTrainWorker
 
 CPU = torch.device("cpu")
@@ -111,44 +110,22 @@ def test_a_look_from_a_process_of_its_own_finds_the_same(tmp_path: Path) -> None
     assert figures.seconds.keys() == {"matmul", "memory", "disk"}
 
 
-def test_a_node_whose_gpu_cannot_be_used_is_unfit_and_the_rank_has_not_touched_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank's own process must not use CUDA before Ray has shown it all GPUs of its node."""
-    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [1])
-    monkeypatch.setattr(worker_actor, "own_temporary_dir", lambda: tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("looked at the GPU from the rank's own process")
-
-    monkeypatch.setattr(worker_actor, "check_node", refuse)
-    figures = EverstepTrainWorker.check_node(SimpleNamespace(_figures=None), 2)
-    [problem] = figures.problems
-    assert figures.rank == 2 and problem.startswith("its check failed: ")
-    assert "CUDA" in problem
-    assert unfit([figures]) == {2: [problem]}
-    assert not torch.cuda.is_initialized()
-
-
-def test_a_process_measures_its_node_once_before_it_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_host_measures_its_node_once_in_another_process(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rank that joins is checked while the others train, and they are not measured again."""
     measured = []
 
-    def measure(number: int, *_: object) -> NodeFigures:
-        measured.append(number)
+    def measure(name: str, number: int, *_: object) -> NodeFigures:
+        measured.append((name, number))
         return NodeFigures(number, "host")
 
     monkeypatch.setattr(ray, "get_gpu_ids", list)
-    monkeypatch.setattr(worker_actor, "own_temporary_dir", lambda: tmp_path)
-    monkeypatch.setattr(worker_actor, "check_node", measure)
-    process = SimpleNamespace(_figures=None)
+    process = SimpleNamespace(_figures=None, _call_elsewhere=measure)
     figures = EverstepTrainWorker.check_node(process, 0)
     figures.seconds["link"] = 1.0  # as who compares nodes adds it
     assert EverstepTrainWorker.check_node(process, 2) == NodeFigures(2, "host")
-    assert measured == [0]
+    assert measured == [("train_fn.node.preflight:check_own", 0)]
 
 
 def test_a_look_that_does_not_end_is_given_up(

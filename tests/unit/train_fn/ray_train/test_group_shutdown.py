@@ -66,7 +66,8 @@ class Group:
             for rank, end in enumerate(self._ends)
         ]
         nodes = (NodeView("a", "10.0.0.1", 1, {}, {}),)
-        return GroupShutdown(workers, lambda: nodes, {}).reports_within(20.0, **patience)
+        made = GroupShutdown(workers, lambda: nodes, {}, end=lambda actor: None)
+        return made.reports_within(20.0, **patience)
 
 
 def leaves_at(end: float, left: int | None = 7, stack: str = BUSY) -> Any:

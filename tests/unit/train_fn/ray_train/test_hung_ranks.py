@@ -72,11 +72,11 @@ def killed(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int
             [ref for ref in refs if ref.answer is None],
         ),
         get=lambda ref: ref.answer,
-        kill=lambda actor: found.append(places[id(actor)]),
     )
     monkeypatch.setattr(patience, "ray", stand_in)
     hung = HungRanks(60.0)
-    assert hung.kill(ranks, "no sign of life") == found
+    ended = hung.kill(ranks, "no sign of life", lambda actor: found.append(places[id(actor)]))
+    assert ended == found
     return found, hung
 
 

@@ -23,7 +23,7 @@ def actors_with_a_host(done: list[Any]) -> RankActors:
     launch: Any = SimpleNamespace(meets_to_report=False)
     placement: Any = SimpleNamespace(release=lambda: done.append("release"))
     unused: Any = None
-    return RankActors(launch, RecoverySettings(), placement, *[unused] * 5, [host], unused, unused)
+    return RankActors(launch, unused, RecoverySettings(), placement, *[unused] * 5, [host], unused)
 
 
 @pytest.mark.parametrize(

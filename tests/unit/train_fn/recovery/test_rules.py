@@ -177,9 +177,9 @@ def silent_host() -> Iterator[tuple[str, int]]:
 
 def test_settings_come_from_the_environment() -> None:
     settings = RecoverySettings.from_env(
-        {"EVERSTEP_RECOVERY_POLL_S": "0.5", "EVERSTEP_RECOVERY_WARM_POOL": "0", "PATH": "/bin"}
+        {"EVERSTEP_RECOVERY_POLL_S": "0.5", "EVERSTEP_RECOVERY_PREFLIGHT": "0", "PATH": "/bin"}
     )
-    assert (settings.poll_s, settings.warm_pool) == (0.5, False)
+    assert (settings.poll_s, settings.preflight) == (0.5, False)
     assert settings.hold_s == RecoverySettings().hold_s
 
 
@@ -188,7 +188,7 @@ def test_settings_come_from_the_environment() -> None:
     [
         ("POLL", "1", "not a recovery setting"),
         ("POLL_S", "fast", "set it to a number"),
-        ("WARM_POOL", "maybe", "set it to 0 or 1"),
+        ("PREFLIGHT", "maybe", "set it to 0 or 1"),
     ],
 )
 def test_a_wrong_setting_is_named(name: str, value: str, words: str) -> None:
