@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import logging
 import os
 import re
 import signal
@@ -226,6 +227,10 @@ class OutputFile:
         for number in (1, 2):
             os.dup2(opened, number)
         os.close(opened)
+        root = logging.getLogger()
+        self._level, self._handler = root.level, logging.StreamHandler(sys.stderr)
+        root.addHandler(self._handler)
+        root.setLevel(logging.INFO)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -235,6 +240,10 @@ class OutputFile:
     def end_in_fork(self) -> Callable[[], list[str]]:
         """Print where the process did before. Return what gives the lines that were printed, to the
         first rank that asks."""
+        root = logging.getLogger()
+        root.removeHandler(self._handler)
+        if root.level == logging.INFO:  # the task has chosen no other
+            root.setLevel(self._level)
         for number, fd in enumerate(self._before, start=1):
             os.dup2(fd, number)
             os.close(fd)

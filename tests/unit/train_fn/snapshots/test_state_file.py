@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.restore_rounds import make_state
 from tests.support.storage_places import quick_directory
-from train_fn.errors import BadTask, StateNotWhole
+from train_fn.errors import BadTask
 from train_fn.snapshots import state_file
 from train_fn.snapshots.state_file import read_state, state_digest, write_state
 from train_fn.snapshots.store import Label, SnapshotStore
@@ -267,43 +267,25 @@ def test_a_reader_that_comes_too_late_reads_no_other_state(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_that_is_forked_in_the_middle_of_a_write_locks_nothing(tmp_path: Path) -> None:
+def test_a_child_that_is_forked_in_the_middle_of_a_write_locks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, may_end = SnapshotStore(tmp_path, 1), os.pipe()
-    children = []
+    children: list[int] = []
+    write_all = state_file.write_all
 
-    def fork_once() -> None:
+    def fork_once(file: Any, data: Any) -> None:
         if not children:
             children.append(os.fork())
             if not children[0]:
                 os.read(may_end[0], 1)
                 os._exit(0)
+        write_all(file, data)
 
-    store.write(Label(1, 1, 7, 0, None, None), state_of({}), fork_once)
+    monkeypatch.setattr(state_file, "write_all", fork_once)
+    store.write(Label(1, 1, 7, 0, None, None), state_of({}))
     assert store.read(store.labels()[0])["step"] == 7
     os.write(may_end[1], b"x")
     os.waitpid(children[0], 0)
     for each in may_end:
         os.close(each)
-
-
-def test_a_state_that_changes_while_it_is_written_is_not_published(tmp_path: Path) -> None:
-    """As a first pass may, beside the insurance of a survivor's state."""
-    store, weight = SnapshotStore(tmp_path, 1), torch.zeros(1 << 21)
-    state = state_of({"w": weight})
-    label = Label(1, 1, 7, 0, state_digest(state), None)
-    with pytest.raises(StateNotWhole, match="changed while"):
-        store.write(label, state, lambda: weight.fill_(1))
-    assert list(tmp_path.iterdir()) == []
-    weight.zero_()
-    assert store.write(label, state).digest == label.digest
-
-
-def test_what_the_check_raises_ends_the_writing(tmp_path: Path) -> None:
-    store = SnapshotStore(tmp_path, 1)
-
-    def stop() -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        store.write(Label(1, 1, 7, 0, None, None), state_of({}), stop)
-    assert list(tmp_path.iterdir()) == []
