@@ -64,6 +64,8 @@ def build_and_serve(connection: Connection, order: BuildOrder) -> None:
         why_not = _why_not(threads, own_fds)
     except BaseException as exc:
         failed = process_redactor()(f"{type(exc).__name__}: {exc}")[:_LONGEST]
+    for stream in (sys.stdout, sys.stderr):  # else each fork would print it again
+        stream.flush()
     if why_not or failed:
         _end_children()
     _take_orphans(False)
