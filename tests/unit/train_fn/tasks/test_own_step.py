@@ -292,17 +292,11 @@ def test_what_a_step_must_return(runs: TaskRuns) -> None:
         assert words in refusal(begin(runs, Answers()))
 
 
-def test_a_task_may_report_nothing_and_says_what_no_checkpoint_holds(
-    runs: TaskRuns, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Counts(Single):
-        num = 0
-
+def test_a_task_may_report_nothing(runs: TaskRuns) -> None:
+    class Silent(Single):
         def training_step(self, model: Any, batch: Any, step: int, optimizers: Any) -> None:
             super().training_step(model, batch, step, optimizers)
-            self.num += 1
 
-    ctx = begin(runs, Counts())
+    ctx = begin(runs, Silent())
     assert train(ctx) is None
     assert all("loss" not in point["values"] for point in journal_of(ctx).points)
-    assert "Counts.training_step (" in caplog.text and "Counts.num" in caplog.text
