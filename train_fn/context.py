@@ -1,6 +1,6 @@
 """What a rank knows about its place in a run.
 
-`ray_train/rank.py` builds it under Ray, `standalone/rank.py` without.
+`ranks/rank.py` builds it under Ray, `standalone/rank.py` without.
 """
 
 from __future__ import annotations
