@@ -136,19 +136,21 @@ def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(
     assert store.list() == committed
 
 
-def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_path: Path) -> None:
+def test_a_state_that_shared_memory_is_too_small_for_is_lent_and_lost_with_its_process(
+    tmp_path: Path,
+) -> None:
     run_dir, spec = make_run_dir(tmp_path, "run_small"), make_spec()
     setup = f"{TRAINEES}:too_little_shared_memory"
     outcomes = run_ranks(
         Job(run_dir, spec, 2, killed=(1, 13), killed_after=10, setup=setup), tmp_path
     )
     assert isinstance(outcomes[0].error, StepFailed)
-    assert outcomes[0].error.error.snapshot_step is None
-    assert "does not fit" in str(outcomes[0].error.snapshot_problem)
+    assert outcomes[0].error.error.snapshot_step == 13
+    assert outcomes[0].error.snapshot_problem is None
     resumed = train_to_end(Job(run_dir, spec, 2, attempt=2), tmp_path)
     [restored] = resumed.of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"]) == ("checkpoint", 10)
-    assert "does not fit" in restored["rejected"][0]["problem"]
+    assert "cannot be read" in restored["rejected"][0]["problem"], "its process has ended"
     assert not (shared_memory_root() / run_dir.run_id).exists()
 
 

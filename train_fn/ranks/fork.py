@@ -246,6 +246,13 @@ class Zygotes:
     def build(self, order: Callable[[Path], BuildOrder], job: RankJob) -> float:
         """Have the task built, unless another host of the node has. Return the seconds that it took
         here; 0 if it was there. Raises ZygoteGone."""
+        try:
+            return self._build(order, job)
+        except OSError as exc:  # of the node's temporary directory: checks of the node name it
+            self.failed = self.why_not = f"the node has no room for what is built once: {exc}"
+            return 0.0
+
+    def _build(self, order: Callable[[Path], BuildOrder], job: RankJob) -> float:
         path = _directory() / f"{_key(job, self.node_id)}.sock"
         with self._lock, node_lock(path.with_suffix(".lock")):
             refused = path.with_suffix(".no")
