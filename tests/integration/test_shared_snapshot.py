@@ -108,10 +108,10 @@ def send_no_tensor() -> None:
 def be_unable_to_read_on_rank_2() -> None:
     read_state = store.read_state
 
-    def read(path: Path, memory: Any = None) -> Any:
+    def read(path: Path) -> Any:
         if dist.get_rank() == 2:
             raise OSError(12, "Cannot allocate memory", str(path))
-        return read_state(path, memory)
+        return read_state(path)
 
     store.read_state = read
 
