@@ -213,8 +213,8 @@ def _in_backward(
 ) -> None:
     join = Replica.join
 
-    def join_and_watch(self: Replica, *, is_fresh: bool = False) -> None:
-        join(self, is_fresh=is_fresh)
+    def join_and_watch(self: Replica, **how: bool) -> None:
+        join(self, **how)
 
         def gradient_is_there(_: Any) -> None:
             # of the step's micro-batches
