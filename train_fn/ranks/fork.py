@@ -28,7 +28,7 @@ from train_fn.errors import RankDied
 from train_fn.node.node_dir import node_lock, own_temporary_dir
 from train_fn.ranks.line import LineEnded, Wire
 from train_fn.ranks.orders import BuildOrder, BuildResult, RankFacts
-from train_fn.ranks.zygote import MOST_BYTES, address_of
+from train_fn.ranks.zygote import MOST_BYTES, address_of, streams_of_this
 from train_fn.recovery.launch import RankJob
 
 ZYGOTE_VARIABLE = "EVERSTEP_FORK_SERVER"
@@ -286,7 +286,8 @@ class Zygotes:
         with self._lock:
             _, _, connection = self._fork_of_level_0()
         try:
-            connection.send(("call", function, *arguments))
+            environ = dict(os.environ)  # its directories are the node's
+            connection.send(("call", environ, streams_of_this(), function, *arguments))
             return connection.recv()
         except (EOFError, OSError):
             raise RankDied(f"a process that was to run {function.__name__} has ended") from None

@@ -238,7 +238,10 @@ def enter(connection: Connection, what: str, *rest: Any) -> None:
 
         build_and_serve(connection, *rest)
     else:
-        function, *arguments = rest
+        environ, streams, function, *arguments = rest
+        begin_anew(streams)
+        os.environ.clear()
+        os.environ.update(environ)
         connection.send(function(*arguments))
 
 
