@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import HashStore
 
 from train_fn.node.secrets import process_redactor, read_secrets
 from train_fn.ranks.orders import BuildOrder, BuildResult
-from train_fn.ranks.zygote import LONELY_S, Zygote, begin_anew, end_after, listen_at
+from train_fn.ranks.zygote import LONELY_S, Zygote, begin_anew, end_after, listen_at, show_as
 from train_fn.recovery.launch import RankJob
 from train_fn.recovery.settings import take_environment
 from train_fn.step.place_watch import asked_at, watching
@@ -55,6 +55,7 @@ def build_and_serve(connection: Connection, order: BuildOrder) -> None:
     os.environ.clear()
     os.environ.update(order.environ)
     base_environ = {**order.environ, **order.env}
+    show_as(["everstep-build", order.job.run_dir.run_id])
     own_fds = fds | {*output.descriptors, connection.fileno()}
     why_not = failed = None
     _take_orphans(True)

@@ -26,7 +26,7 @@ from train_fn.ranks import build_once, process
 from train_fn.ranks.line import Wire
 from train_fn.ranks.orders import RankFacts
 from train_fn.ranks.rank import Outside, run_rank
-from train_fn.ranks.zygote import begin_anew
+from train_fn.ranks.zygote import begin_anew, show_as
 from train_fn.recovery.hang import TRAINING_THREAD
 from train_fn.recovery.launch import Meeting, Position, RankJob
 from train_fn.snapshots import lending
@@ -44,6 +44,7 @@ def be_rank(connection: Connection, facts: RankFacts) -> NoReturn:
         begin_anew(facts.streams)
     _take_environment(facts.environ)
     threading.current_thread().name = TRAINING_THREAD
+    show_as(["everstep-rank"])
     rank = _Rank(facts)
     process.prepare(facts.launch, facts.ip, over_nccl=facts.use_gpu)
     rank.line = Wire(connection, rank.serve, _end)
@@ -124,6 +125,7 @@ class _Rank:
 
     def train(self, job: RankJob, place: Position) -> str | None:
         """Train to the end (``run_rank``)."""
+        show_as(["everstep-rank", job.run_dir.run_id, str(place.rank)])
         output = listen(process_redactor())
         for line in () if self._printed is None else self._printed():
             output.add("INFO", line)

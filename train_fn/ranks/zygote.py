@@ -17,6 +17,7 @@ is stopped.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import math
@@ -28,7 +29,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -182,6 +183,19 @@ def begin_anew(streams: Streams) -> None:
     # The zygote's handler would write without the filter that hides secrets.
     logging.basicConfig(level=logging.WARNING, handlers=[], force=True)
     tempfile.tempdir = None  # it was computed in another environment
+
+
+def show_as(command: Sequence[str]) -> None:
+    """Let ``ps`` show a command in place of the server's. Its end is cut off if it is longer.
+
+    Source: proc(5), arg_start and arg_end of /proc/PID/stat. Ray's own function would overwrite
+    the environment too, by which the keeper knows the processes of its cluster.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    if end > start > 0:
+        text = "\0".join(command).encode()[: end - start - 1]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 @contextlib.contextmanager

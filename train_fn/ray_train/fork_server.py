@@ -13,7 +13,6 @@ no number from Ray's random generator: all workers would inherit its state, and 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import logging
 import math
@@ -119,21 +118,8 @@ def become_worker(request: dict[str, Any]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
         sys.path[0] = request["directory"]
-        show_as(["python", "-m", module, *sys.argv[1:]])
+        zygote.show_as(["python", "-m", module, *sys.argv[1:]])
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def show_as(command: Sequence[str]) -> None:
-    """Let ``ps`` show a command in place of the server's. Its end is cut off if it is longer.
-
-    Source: proc(5), arg_start and arg_end of /proc/PID/stat. Ray's own function would overwrite
-    the environment too, by which the keeper knows the processes of its cluster.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    if end > start > 0:
-        text = "\0".join(command).encode()[: end - start - 1]
-        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
