@@ -17,13 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSES = ("everstep", "storage", "service", "train_fn")
 
-MAX_FILES = 425
+MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_546,
     "storage": 5_767,
-    "service": 27_800,
-    "train_fn": 49_441,
-    "tests": 99_272,
+    "service": 27_512,
+    "train_fn": 49_011,
+    "tests": 97_093,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
