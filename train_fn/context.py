@@ -85,6 +85,10 @@ class WorkerContext:
     hands_over: Callable[[], bool] = lambda: False
     """Return whether the controller has asked the ranks to exit for a group that follows at once.
     Rank 0 decides by it for all."""
+    flops_per_sample: float | None = None
+    """As an earlier attempt of this host has counted them; None if none has."""
+    report_flops: Callable[[float], None] = lambda flops: None
+    """Report how many a sample takes, for later attempts."""
     built_apart: str | None = None
     """Why each rank builds the task for itself, although a node could have built it once for all;
     None if it need not."""

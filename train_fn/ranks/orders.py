@@ -48,3 +48,5 @@ class RankFacts:
     streams: Streams
     why_not: str | None = None
     """Why it has not what the node could have built once; None if it has."""
+    flops_per_sample: float | None = None
+    """As an earlier rank of the host has counted them."""

@@ -199,6 +199,11 @@ def note_state_bytes(num_bytes: int) -> None:
     _current().tell("state_bytes", num_bytes)
 
 
+def note_flops(flops: float) -> None:
+    """Note the FLOPs that a sample takes."""
+    _current().tell("flops", flops)
+
+
 def note_restored() -> None:
     """Note that all ranks of the attempt have their state."""
     _current().tell("restored")

@@ -74,7 +74,8 @@ class Outside:
     """Waits until all reports are taken. Returns False if that takes too long."""
     device: Callable[[], torch.device]
     built_apart: str | None = None
-    """As of ``WorkerContext``."""
+    flops_per_sample: float | None = None
+    """Both as of ``WorkerContext``."""
 
 
 def run_rank(job: RankJob, place: Position, outside: Outside) -> str | None:
@@ -222,6 +223,8 @@ def _context(
         is_abandoned=process.is_abandoned,
         hands_over=journal.hands_over,
         built_apart=outside.built_apart,
+        flops_per_sample=outside.flops_per_sample,
+        report_flops=process.note_flops,
         on_restored=process.note_restored,
         on_replaced=lambda why: _leave_at_once(launch),
     )

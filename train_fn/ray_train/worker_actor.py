@@ -130,6 +130,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """The rank of an earlier attempt whose state others read from its memory."""
         self._lends: int | None = None
         """Step of the state that the present rank lends; None for none."""
+        self._flops_per_sample: float | None = None
         self._told = _Told()
         self._journal: Callable[..., Any] | None = None
         self._reports: CheckpointReports | None = None
@@ -172,6 +173,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
                 use_gpu,
                 streams_of_this(),
                 self._zygotes.why_not,
+                self._flops_per_sample,
             )
             self._rank = self._zygotes.fork(facts, self._serve)
         if self._versions is None:
@@ -272,6 +274,8 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             told.kept = facts[0]
         elif what == "state_bytes":
             told.state_bytes = facts[0]
+        elif what == "flops":
+            self._flops_per_sample = facts[0]
         elif what == "lends":
             self._lends = facts[0]
         elif what == "restored":

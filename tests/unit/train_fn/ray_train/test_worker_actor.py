@@ -42,10 +42,11 @@ class Host:
         monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: context)
         made = self.made = EverstepTrainWorker.__new__(EverstepTrainWorker)
         made._rank = made._lender = made._lends = None
-        made._versions, made._told = {}, worker_actor._Told()
+        made._versions, made._told, made._flops_per_sample = {}, worker_actor._Told(), None
         made._zygotes = SimpleNamespace(fork=self._fork, why_not=None)  # type: ignore[assignment]
 
     def _fork(self, facts: Any, serve: Any) -> Rank:
+        self.facts = facts
         self.ranks.append(Rank(len(self.ranks)))
         return self.ranks[-1]
 
@@ -143,3 +144,12 @@ def test_the_end_of_an_earlier_attempt_is_no_news_of_the_one_that_follows(host: 
     assert not waiting.ends_within(0.1), "the next attempt trains"
     host.tell("trained")
     assert waiting.ends_within(20) and waiting.has_trained
+
+
+def test_what_a_rank_has_counted_no_later_one_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch)
+    host.begin()
+    assert host.facts.flops_per_sample is None
+    host.tell("flops", 3.5e6)
+    host.begin()
+    assert host.facts.flops_per_sample == 3.5e6
