@@ -112,11 +112,11 @@ def test_of_ranks_that_meet_one_writes_and_the_others_compare(
     writes: list[Path] = []
     write_state, state_digest = snapshot.write_state, publisher.state_digest
 
-    def write_once_others_wait(path: Path, state: Any, check: Any) -> str:
+    def write_once_others_wait(path: Path, state: Any) -> str:
         writes.append(path)
         for _ in range(3):
             assert compared.acquire(timeout=20), "the others compare while one writes"
-        return write_state(path, state, check)
+        return write_state(path, state)
 
     def compare(state: Any) -> str:
         found = state_digest(state)

@@ -195,22 +195,3 @@ def test_a_cpu_takes_memory_ahead_for_what_is_large() -> None:
     assert (taken == 0).all()
     copied = copy_to_cpu(state, {"moments": taken})
     assert copied["moments"] is taken and torch.equal(taken, state["moments"])
-
-
-def test_the_state_that_a_survivor_brings_is_published_once_memory_is_there(
-    tmp_path: Path, pinning: Pinning
-) -> None:
-    """Meanwhile steps go on: two processes hold it."""
-    ctx, state = make_context(tmp_path), make_state()
-    publisher = Publisher(ctx, state, BoundaryCopies(state), insures=True)
-    advance(state, 1)
-    publisher.offer()
-    pinning.end()
-    assert snapshot_store(ctx).labels() == []
-    advance(state, 2)
-    publisher.offer()
-    with publisher._lock:
-        assert publisher._lock.wait_for(lambda: publisher._waiting is None, DEADLINE_S)
-    publisher.close()
-    assert [label.step for label in snapshot_store(ctx).labels()] == [2]
-    assert pinning.by_training == []
