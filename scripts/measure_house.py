@@ -22,7 +22,7 @@ MAX_LINES = {
     "everstep": 15_546,
     "storage": 5_767,
     "service": 27_512,
-    "train_fn": 49_034,
+    "train_fn": 49_043,
     "tests": 97_084,
 }
 """Lines of Python below each folder."""

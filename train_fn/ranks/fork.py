@@ -222,6 +222,8 @@ class Zygotes:
     """Why ranks build for themselves; None if they need not, or nothing was built yet."""
     failed: str | None = None
     """What the build has raised; None if it was well."""
+    _has_own: bool = False
+    """Whether level 0 is not the cluster's, which did not answer."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fork(self, facts: RankFacts, serve: Callable[[str, tuple[Any, ...]], Any]) -> RankProcess:
@@ -308,24 +310,31 @@ class Zygotes:
     def _imported(self) -> Forker:
         """Return level 0 of this node."""
         if self._level_0 is None or self._level_0.is_gone:
-            self._level_0 = level_0(self.node_id)
+            self._level_0 = level_0(self.node_id, own=self._has_own)
         return self._level_0
 
     def _leave(self, zygote: Forker) -> None:
-        zygote.end()
-        if zygote is self._level_0:
-            self._level_0 = None
-        else:
+        if zygote is not self._level_0:
+            zygote.end()
             self._level_1 = None
+            return
+        # That of the cluster serves others: it is not ended, and another one is started.
+        if self._has_own or ZYGOTE_VARIABLE not in os.environ:
+            zygote.end()
+        self._level_0, self._has_own = None, True
 
 
-def level_0(node_id: str) -> Forker:
-    """Return a connection to the node's level 0, which is started if there is none."""
-    if given := os.environ.get(ZYGOTE_VARIABLE):
+def level_0(node_id: str, *, own: bool = False) -> Forker:
+    """Return a connection to the node's level 0, which is started if there is none.
+
+    Args:
+        own: whether that of the cluster is passed over, since it did not answer.
+    """
+    if (given := os.environ.get(ZYGOTE_VARIABLE)) and not own:
         with contextlib.suppress(OSError):
             return Forker(Path(given))
-    own = hashlib.sha256(f"{node_id} {sys.executable}".encode()).hexdigest()[:16]
-    path = _directory() / f"{own}.sock"
+    name = hashlib.sha256(f"{node_id} {sys.executable}".encode()).hexdigest()[:16]
+    path = _directory() / f"{name}.sock"
     with node_lock(path.with_suffix(".lock")):
         with contextlib.suppress(OSError):
             return Forker(path)
