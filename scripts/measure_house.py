@@ -22,8 +22,8 @@ MAX_LINES = {
     "everstep": 15_546,
     "storage": 5_767,
     "service": 27_512,
-    "train_fn": 49_043,
-    "tests": 97_084,
+    "train_fn": 49_048,
+    "tests": 97_103,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

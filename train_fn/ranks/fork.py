@@ -173,7 +173,6 @@ class RankProcess:
         self._connection = connection
         connection.send(("rank", facts))
         self._line = Wire(connection, serve)
-        self.is_killed = False
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a function in the rank. Raises RankDied if it has ended, TimeoutError, and what the
@@ -198,7 +197,6 @@ class RankProcess:
 
     def kill(self) -> None:
         """End the process at once, also a stopped one."""
-        self.is_killed = True
         if self._pidfd >= 0:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

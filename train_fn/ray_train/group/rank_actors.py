@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -85,6 +86,8 @@ class RankActors:
         self._links = links
         self._bring = bring
         self._is_stopping = is_stopping
+        self.prolong: Callable[[float], None] = lambda seconds: None
+        """Lets the start take so many seconds more."""
         self._nodes: dict[str, NodeView] = {}
         self._bundles: list[Bundle] = []
         self._actors: list[Any] = []
@@ -160,11 +163,14 @@ class RankActors:
         ]
 
     def _wait_for_builds(self, builds: Sequence[Any]) -> None:
-        """Wait until the task is built on every node, however long that takes. Raise
-        WorkerGroupStartupFailedError if a host is gone, or the run is to stop."""
-        left = list(builds)
+        """Wait until the task is built on every node. That may take ``hang_start_s`` beside the
+        start. Raise WorkerGroupStartupFailedError if a host is gone, or the run is to stop."""
+        left, began = list(builds), time.monotonic()
         while left:
+            looked_at = time.monotonic()
             done, left = ray.wait(left, num_returns=len(left), timeout=_LOOK_S)
+            if looked_at - began < self._settings.hang_start_s:
+                self.prolong(time.monotonic() - looked_at)
             prepared(done, self._settings)
             if left and self._is_stopping():
                 raise WorkerGroupStartupFailedError("the run is to stop while its task is built")

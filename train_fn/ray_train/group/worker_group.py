@@ -111,7 +111,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self._settings.group_start_s,
             lambda: reports_of_slow_start(self._ranked, self._read_nodes),
             self._actors.give_up,
-        ):
+        ) as limit:
+            self._actors.prolong = limit.add
             try:
                 with nullcontext() if self._meets_to_report else no_barrier():
                     self._start_impl(builder)

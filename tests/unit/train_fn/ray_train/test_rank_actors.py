@@ -63,3 +63,22 @@ def test_a_start_with_a_process_that_is_stopped_fails_at_once(
         made._require_none_stopped()
     made.kill()
     assert asked == [{("a", 7)}, *(["ended", "release"] if found else [])]
+
+
+def test_the_time_of_a_build_does_not_count_as_that_of_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As far as ``hang_start_s``, beyond which a build counts as hung."""
+    now, answers = [0.0], [([], ["build"])] * 10 + [(["build"], [])]
+
+    def wait(refs: Any, **_: Any) -> Any:
+        now[0] += 100.0
+        return answers.pop(0)
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(rank_actors, "prepared", lambda calls, settings: [])
+    monkeypatch.setattr(rank_actors.time, "monotonic", lambda: now[0])
+    made, added = actors_with_a_host([]), list[float]()
+    made._is_stopping, made.prolong = lambda: False, added.append
+    made._wait_for_builds(["build"])
+    assert sum(added) == RecoverySettings().hang_start_s == 600.0
