@@ -1,20 +1,23 @@
 """A Ray cluster as somebody else set it up, without anything that Everstep asks of a cluster of its
 own: ``python -m benchmarks.cold_cluster DIRECTORY NODES DASHBOARD_PORT``.
 
-Local nodes of one CPU beside a head without any. DIRECTORY/ready says that they are there; they end
+Local nodes of one CPU beside a head without any, and without tokens, which Ray would write into the user's
+home. DIRECTORY/ready says that they are there; they end
 once DIRECTORY/stop is.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
-from ray.cluster_utils import Cluster
-
 
 def main(directory: Path, num_nodes: int, dashboard_port: int) -> None:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    from ray.cluster_utils import Cluster  # reads that when it is imported
+
     head = {
         "num_cpus": 0,
         "include_dashboard": True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -45,7 +44,8 @@ def dashboard() -> Iterator[str]:
             "--disable-usage-stats",
             *(f"--{name}={value}" for name, value in options.items()),
         ],
-        env={"PATH": SYSTEM_PATH, "HOME": os.environ["HOME"], "OMP_NUM_THREADS": "1"},
+        # a home of its own: a token of Ray in the user's would ask everybody for one
+        env={"PATH": SYSTEM_PATH, "HOME": str(temp_dir), "OMP_NUM_THREADS": "1"},
         stdout=log,
         stderr=log,
     )
