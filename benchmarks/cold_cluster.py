@@ -1,9 +1,8 @@
 """A Ray cluster as somebody else set it up, without anything that Everstep asks of a cluster of its
 own: ``python -m benchmarks.cold_cluster DIRECTORY NODES DASHBOARD_PORT``.
 
-Local nodes of one CPU beside a head without any, and without tokens, which Ray would write into the user's
-home. DIRECTORY/ready says that they are there; they end
-once DIRECTORY/stop is.
+Local nodes of one CPU beside a head without any, and without tokens, which Ray would write into the
+user's home. DIRECTORY/ready says that they are there; they end once DIRECTORY/stop is.
 """
 
 from __future__ import annotations

@@ -19,15 +19,14 @@ from tests.support.gallery import Killed, run_example
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 MIGRATED = GALLERY.parent / "migrated"
-
-
 CHAOS = pytest.mark.chaos
 EXAMPLES = [
     pytest.param("accelerate_loop", Killed(1, 14, "before"), 1, marks=CHAOS),
     pytest.param("hf_trainer", Killed(1, 14, "before"), 1, marks=CHAOS),
     pytest.param("lightning_module", Killed(1, 14, "before"), 1, marks=CHAOS),
     pytest.param("gpt_by_path", Killed(1, 14, "before"), 1),
-    pytest.param("clip", Killed(0, 20, "after"), 1),
+    # not at an epoch's end, where a survivor leaves nothing: rank 0 may have published too long ago
+    pytest.param("clip", Killed(0, 25, "after"), 1),
     pytest.param("accelerate_loop", Killed(0, 20, "after"), 1, marks=CHAOS),
     pytest.param("hf_trainer", Killed(0, 27, "after"), 1, marks=CHAOS),
     pytest.param("lightning_module", Killed(0, 20, "after"), 1, marks=CHAOS),
@@ -127,7 +126,7 @@ def assert_loses_no_step(script: Path, killed: Killed, num_updates: int, directo
     whole, broken = run_example(script, directory, killed)
     assert [each["source"] for each in broken.restored] == ["fresh", "snapshot"]
     begun = (killed.update - 1) // num_updates
-    assert broken.restored[1]["step"] in (begun, begun + 1)
+    assert broken.restored[1]["step"] in (begun, begun + 1), broken.log
     assert set(whole.losses) == set(range(1, whole.step + 1))
     if killed.rank == 0:  # of the step that it may have had no time to report, there is rank 1's
         for losses in (whole.losses, broken.losses):
