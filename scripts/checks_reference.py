@@ -67,6 +67,7 @@ OF_FILES = {
     "train_fn/protect/sharded.py": (Moment.BUILT, "none"),
     "train_fn/protect/training.py": (Moment.BUILT, "none"),
     "train_fn/ray_train/user_function.py": (Moment.BUILT, "none"),
+    "train_fn/user_code/function.py": (Moment.BUILT, "none"),
     "train_fn/recovery/error_text.py": (Moment.BUILT, "none"),
     "train_fn/rehearsal/rank.py": (Moment.BUILT, "none"),
     "train_fn/samples/ledger.py": (Moment.STEP, "none"),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Protocol
@@ -85,10 +85,10 @@ class WorkerContext:
     hands_over: Callable[[], bool] = lambda: False
     """Return whether the controller has asked the ranks to exit for a group that follows at once.
     Rank 0 decides by it for all."""
-    flops_per_sample: float | None = None
-    """As an earlier attempt of this host has counted them; None if none has."""
-    report_flops: Callable[[float], None] = lambda flops: None
-    """Report how many a sample takes, for later attempts."""
+    remembered: Mapping[str, Any] = field(default_factory=dict)
+    """What earlier attempts of this host have found out of its node and of what is trained."""
+    remember: Callable[[str, Any], None] = lambda name, value: None
+    """Let later attempts know what takes long to find out."""
     built_apart: str | None = None
     """Why each rank builds the task for itself, although a node could have built it once for all;
     None if it need not."""

@@ -39,7 +39,7 @@ class _Answer:
 def prove_storage(ctx: WorkerContext, peers: Peers) -> None:
     """Check that all nodes and the driver read the same bytes. A collective.
 
-    A node that passed before in this submission only reads, and a process nothing a second time.
+    A node that passed before in this submission only reads, and a host nothing a second time.
 
     Raises, on all ranks alike:
         StorageNotShared: they do not. The message says which node lacks what, and what to do.
@@ -85,19 +85,13 @@ def _words(answer: _Answer) -> str:
     return f"node {answer.node} (host {answer.host})"
 
 
-@functools.cache
-def _found_right(uri: str, submission: int, node_id: str) -> set[str]:
-    """Return the names of the probes that this process has found right."""
-    return set()
-
-
-def _right(ctx: WorkerContext) -> set[str]:
-    return _found_right(ctx.run_dir.uri, ctx.submission, ctx.node_id)
+_RIGHT = "storage proven"
+"""Names the probes that ranks of this host have found right."""
 
 
 def _write(ctx: WorkerContext) -> StorageError | None:
     """Write this node's probe, unless an earlier attempt did."""
-    if ctx.node_id in _right(ctx):
+    if ctx.node_id in ctx.remembered.get(_RIGHT, ()):
         return None
     run_dir, expected = ctx.run_dir, probe_bytes(ctx.run_dir, ctx.submission, ctx.node_id)
     try:
@@ -111,15 +105,15 @@ def _write(ctx: WorkerContext) -> StorageError | None:
                 return StorageUnavailable("it gave back other bytes than were written")
     except StorageError as exc:
         return exc
-    _right(ctx).add(ctx.node_id)
     return None
 
 
 def _look(ctx: WorkerContext, host: str, names: dict[str, str]) -> _Answer:
     """Read what others have written. ``names`` says in words who."""
+    right = ctx.remembered.get(_RIGHT, frozenset())
     try:
         for name, words in names.items():
-            if name in _right(ctx):
+            if name in right:
                 continue
             read = functools.partial(ctx.run_dir.read_probe, ctx.submission, name)
             found = appeared(read, time.monotonic() + APPEAR_S)
@@ -129,9 +123,9 @@ def _look(ctx: WorkerContext, host: str, names: dict[str, str]) -> _Answer:
                 return _Answer(
                     ctx.node_id, host, differs=f"reads other bytes than {words} has written"
                 )
-            _right(ctx).add(name)
     except StorageError as exc:
         return _Answer(ctx.node_id, host, exc)
+    ctx.remember(_RIGHT, right | {ctx.node_id, *names})
     return _Answer(ctx.node_id, host)
 
 

@@ -19,7 +19,7 @@ _RANK_MODULES = (
     "torch",
     "torch._dynamo",
     "ray.train.torch",
-    "train_fn.ray_train.own_process",
+    "train_fn.ray_train.user_function",
     "train_fn.ranks.main",
     "train_fn.loop.attempt",
 )

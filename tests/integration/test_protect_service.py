@@ -458,7 +458,7 @@ def test_a_run_that_requires_its_rehearsal_does_not_train_if_a_restart_changes_s
     assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "rehearsal_not_passed")
     message = finished["reason"]["message"]
     assert "the optimizer's groups" in message and "mine.py, line" in message
-    assert "mine.py: seen (" in message and "state.step_number" in message
+    assert "seen (mine.py" in message and "state.step_number" in message
     assert "set recovery.rehearse to warn" in message
 
 

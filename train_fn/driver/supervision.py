@@ -44,7 +44,8 @@ MLFLOW_URI = "EVERSTEP_MLFLOW_TRACKING_URI"
 """Variable of a node's environment that names a tracking server to keep up to date."""
 
 TRAIN = "train_fn.loop.attempt:train"
-OWN_FUNCTION = "train_fn.ray_train.user_function:train"
+IN_RAY = "train_fn.ray_train.user_function:train"
+OWN_FUNCTION = "train_fn.user_code.function:train"
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +135,17 @@ class Driver:
 
     def _job(self, spec: RunSpec, history: History, actor: Any) -> RankJob:
         """Return what every group of ranks of this submission trains."""
+        from train_fn.user_code.function import calls_ray
+
+        in_ray = calls_ray(self._run_dir.storage, spec)
         job = RankJob(
             spec=spec,
             run_dir=self._run_dir,
             submission=self._submission,
             journal=actor,
             use_gpu=use_gpu(spec.scaling, ray.cluster_resources()),
-            train=self._train,
+            train=IN_RAY if in_ray else self._train,
+            calls_ray=in_ray,
             workers_limit=self._run_dir.workers_limit(),
         )
         logger.info(

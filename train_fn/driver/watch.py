@@ -291,8 +291,7 @@ def idle_cpus() -> float:
 def is_protected(storage: Storage, spec: RunSpec) -> bool:
     """Return whether the steps of a run's code can be known. Another script might run to its
     end."""
-    from train_fn.ray_train.user_function import DOOR, imports
-    from train_fn.user_code.modules import files_on_node
+    from train_fn.user_code.modules import DOOR, files_on_node, imports
 
     if spec.code is None or not spec.runs_own_function:
         return True

@@ -314,11 +314,11 @@ class Replica:
         loaded = sketch(batch)
         self.state.task = self.task_state.capture()
         if self.shards is None:
-            flops = self.ctx.flops_per_sample  # to count takes longer than the pass
+            flops = self.ctx.remembered.get("flops")  # to count takes longer than the pass
             if flops is None:
                 flops = counted_flops(self.task, self.state.model, batch, len(first))
             if flops is not None:
-                self.ctx.report_flops(flops)
+                self.ctx.remember("flops", flops)
             self.parts.flops_per_sample = flops
         if begins:
             try_pieces(self, batch, len(first))

@@ -135,7 +135,7 @@ class _Rank:
             lambda: bool(self.line.call("close_reports", timeout_s=REPORTS_TAKEN_S)),
             lambda: self._device,
             self._facts.why_not,
-            self._facts.flops_per_sample,
+            self._facts.remembered,
         )
         try:
             return run_rank(job, place, outside)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from train_fn.ranks.zygote import Streams
 from train_fn.recovery.launch import RankJob, RankLaunch
@@ -48,5 +50,5 @@ class RankFacts:
     streams: Streams
     why_not: str | None = None
     """Why it has not what the node could have built once; None if it has."""
-    flops_per_sample: float | None = None
-    """As an earlier rank of the host has counted them."""
+    remembered: Mapping[str, Any] = field(default_factory=dict)
+    """As of ``WorkerContext``."""

@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from train_fn.errors import EndedItself
 from train_fn.node import children
@@ -199,9 +199,9 @@ def note_state_bytes(num_bytes: int) -> None:
     _current().tell("state_bytes", num_bytes)
 
 
-def note_flops(flops: float) -> None:
-    """Note the FLOPs that a sample takes."""
-    _current().tell("flops", flops)
+def remember(name: str, value: Any) -> None:
+    """Let later ranks of the host know what takes long to find out."""
+    _current().tell("remember", name, value)
 
 
 def note_restored() -> None:

@@ -10,8 +10,8 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -74,7 +74,7 @@ class Outside:
     """Waits until all reports are taken. Returns False if that takes too long."""
     device: Callable[[], torch.device]
     built_apart: str | None = None
-    flops_per_sample: float | None = None
+    remembered: Mapping[str, Any] = field(default_factory=dict)
     """Both as of ``WorkerContext``."""
 
 
@@ -223,8 +223,8 @@ def _context(
         is_abandoned=process.is_abandoned,
         hands_over=journal.hands_over,
         built_apart=outside.built_apart,
-        flops_per_sample=outside.flops_per_sample,
-        report_flops=process.note_flops,
+        remembered=outside.remembered,
+        remember=process.remember,
         on_restored=process.note_restored,
         on_replaced=lambda why: _leave_at_once(launch),
     )

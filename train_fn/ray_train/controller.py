@@ -228,17 +228,13 @@ class EverstepController(TrainController):  # type: ignore[misc]
         """Poll the ranks as soon as one has news, but otherwise rarely: every poll interrupts every
         rank.
 
-        The ranks of a user's function are polled often, since it waits until its report is taken.
+        Ranks that report to Ray are polled often, since they wait until a report is taken.
         """
-        settings, own_function = self._settings, self._engine.job.spec.runs_own_function
+        settings, reports = self._settings, self._engine.job.calls_ray
         overdue_in_s = max(settings.poll_s, self._hangs.due_at - time.monotonic())
-        quiet_s = settings.poll_s if own_function else min(settings.quiet_poll_s, overdue_in_s)
+        quiet_s = settings.poll_s if reports else min(settings.quiet_poll_s, overdue_in_s)
         news = await self._worker_group.news(settings.poll_s, quiet_s)
-        if (
-            not news
-            and not own_function
-            and time.monotonic() - self._polled_at < self._ask_after_s()
-        ):
+        if not news and not reports and time.monotonic() - self._polled_at < self._ask_after_s():
             return self._worker_group.unchanged_status()
         self._polled_at = time.monotonic()
         self._latest_poll_time = float("-inf")  # skip Ray's own pause

@@ -23,7 +23,7 @@ from train_fn.ray_train.ray_internals import (
     PlacementGroupCleanerCallback,
 )
 from train_fn.ray_train.worker_actor import run_rank
-from train_fn.recovery.launch import ControllerOutcome, Engine
+from train_fn.recovery.launch import ControllerOutcome, Engine, RankJob
 from train_fn.recovery.sizing import worker_resources
 from train_fn.step.nccl import group_backend
 
@@ -43,7 +43,7 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
 
     def __init__(self, engine: Engine) -> None:
         job, settings = engine.job, engine.settings
-        config_of = TorchConfig if job.spec.runs_own_function else RankGroupConfig
+        config_of = TorchConfig if job.calls_ray else RankGroupConfig
         super().__init__(
             run_rank,
             train_loop_config={"job": job},
@@ -58,7 +58,7 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
                 failure_config=ray.train.FailureConfig(
                     max_failures=-1, controller_failure_limit=-1
                 ),
-                checkpoint_config=_checkpoint_config(job.spec),
+                checkpoint_config=_checkpoint_config(job),
             ),
         )
         self._engine = engine
@@ -71,11 +71,7 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
             if not isinstance(callback, _NOT_NEEDED)
         ]
         job = self._engine.job
-        return (
-            [*callbacks, KeepCheckpointList(job.run_dir)]
-            if job.spec.runs_own_function
-            else callbacks
-        )
+        return [*callbacks, KeepCheckpointList(job.run_dir)] if job.calls_ray else callbacks
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         """Run Everstep's controller on the driver's node. It has no runtime_env, since its ranks
@@ -122,15 +118,16 @@ def _relay(lines: list[tuple[int, str]]) -> None:
         logging.getLogger("controller").log(level, "%s", message)
 
 
-def _checkpoint_config(spec: RunSpec) -> ray.train.CheckpointConfig:
+def _checkpoint_config(job: RankJob) -> ray.train.CheckpointConfig:
     """Return Ray's retention of checkpoints. Ray deletes old checkpoints that a user's function
     reports, but none of Everstep's own."""
-    if not spec.runs_own_function:
+    if not job.calls_ray:
         return ray.train.CheckpointConfig()
+    wanted = job.spec.checkpoint
     return ray.train.CheckpointConfig(
-        num_to_keep=spec.checkpoint.keep_latest,
-        checkpoint_score_attribute=spec.checkpoint.best_metric,
-        checkpoint_score_order=spec.checkpoint.best_mode,
+        num_to_keep=wanted.keep_latest,
+        checkpoint_score_attribute=wanted.best_metric,
+        checkpoint_score_order=wanted.best_mode,
     )
 
 

@@ -1,37 +1,36 @@
-"""Run a user's Ray Train function or script unchanged, from its beginning to its end, and send
+"""Run a user's Ray Train function or script unchanged in Ray's worker, whose API it calls, and send
 its reports to the run's journal as steps.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import gc
 import importlib
-import inspect
 import logging
 import math
-import sys
+import os
+import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import ray.train
 import ray.train.collective
-import torch.multiprocessing
+import ray.train.torch
+import torch
 from ray.exceptions import RayError
 
-from everstep.spec.code import CodeSpec
-from everstep.wire.events import MAX_NAMES, OWN_FILES, REPORTS, EventKind, NameLimit
+from everstep.wire.events import MAX_NAMES, EventKind, NameLimit
 from storage.run_control import Stop
 from train_fn import clock as head_clock
 from train_fn import own_loop
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, PeersGone, forget_frames
-from train_fn.node.device import keep_if_broken
-from train_fn.own_loop import Left, LoopProtection, StopAgreed
+from train_fn.errors import BadTask, PeersGone
+from train_fn.node.secrets import process_redactor
+from train_fn.own_loop import StopAgreed
+from train_fn.ranks import process
+from train_fn.ranks.rank import Outside, run_rank
 from train_fn.ray_train.ray_checkpoints import (
     PARTS_METRIC,
     STEP_METRIC,
@@ -40,204 +39,38 @@ from train_fn.ray_train.ray_checkpoints import (
     rejected_reports,
 )
 from train_fn.ray_train.ray_internals import DataParallelTrainer, TrainContext, get_train_context
-from train_fn.ray_train.user_script import Interrupted, ScriptRun, close_store, prepare_script
-from train_fn.recovery.evidence import StepFailed, describe_error
-from train_fn.step.nccl import group_backend
-from train_fn.step.peers import end_process_group
+from train_fn.recovery.launch import Position, RankJob, RankLaunch
+from train_fn.step.nccl import collective_counts
 from train_fn.step.profiler import StepProfiler
-from train_fn.user_code.modules import CodeOnNode, add_to_path, files_on_node, load_named, place_of
-from train_fn.user_code.packages import bring_packages
-
-DOOR = "everstep.train"
-"""Module that a function with a protected loop imports."""
+from train_fn.user_code import function
+from train_fn.user_code.function import FunctionReports, protection, refuse
+from train_fn.user_code.modules import CodeOnNode, imports, mentions
 
 logger = logging.getLogger(__name__)
 
 
 def train(ctx: WorkerContext) -> Stop | None:
-    """Run the function to its end. Return the stop on which the ranks agreed meanwhile, or None.
-
-    Raise StepFailed for every error. By then the rank has released its peers.
-    """
-    present = own_loop.present = own_loop.OwnLoop(ctx)
-    reports, error = None, None
-    try:
-        reports, script, code = _begin(ctx)
-        with refused_calls(
-            is_script=script is not None,
-            uses_tune=imports(code.directory, code.names, "ray.tune"),
-        ):
-            may_protect = imports(code.directory, code.names, DOOR)
-            if script is None:
-                _call(ctx, reports, code, may_protect=may_protect)
-            else:
-                reports.begin(may_protect=may_protect)
-                script.run(
-                    present, takes_stops=lambda: reports.has_reported or protection() is not None
-                )
-    except BaseException as exc:
-        error = exc
-    try:
-        return _end(present, reports, error)
-    finally:
-        own_loop.present = None
+    """Run the function to its end (``function.run``)."""
+    return function.run(ctx, Reports, refused_calls)
 
 
-def _end(
-    present: own_loop.OwnLoop, reports: Reports | None, error: BaseException | None
-) -> Stop | None:
-    """End the rank's part in the attempt. Return the stop, or None if the function finished. Raise
-    StepFailed.
+class Reports(FunctionReports):
+    """Wrap Ray's ``report`` on one rank."""
 
-    Not called by a handler of ``error``: a context would keep alive the function's frames, and with
-    them the process group.
-
-    Args:
-        error: what the function raised.
-    """
-    failure = present.failure(error)
-    if reports is not None:
-        reports.close(failed=failure is not None)
-    if failure is not None:
-        raise _leave(present.ctx, failure, error, reports.step if reports is not None else None)
-    if error is not None and not isinstance(error, StopAgreed | Interrupted):
-        logger.warning("the code raised after the ranks agreed to %s", present.stop, exc_info=error)
-        forget_frames(error)
-    return present.stop
-
-
-def _begin(ctx: WorkerContext) -> tuple[Reports, ScriptRun | None, CodeOnNode]:
-    """Wrap Ray's ``report``, and send an event with the step at which the function or script
-    continues. Return the wrapped reports, the script if it is one, and the code's files."""
-    bring_packages(ctx)
-    script = prepare_script(ctx) if ctx.spec.runs_script else None
-    if script is None:
-        add_to_path(ctx.run_dir.storage, _code(ctx).archive)
-    code = files_on_node(ctx.run_dir.storage, _code(ctx).archive)
-    context = get_train_context()
-    step, name = latest_reported(ctx.run_dir) if context.checkpoint is not None else (0, None)
-    if script is not None and name is None:
-        step = ctx.steps_before
-    rejected = rejected_reports(ctx.run_dir)
-    context.report = reports = Reports(ctx, context, step, kept=name is not None)
-    if ctx.world_rank == 0:
-        beginning = OWN_FILES if script is not None and ctx.attempt > 1 else "fresh"
-        source = beginning if name is None else "checkpoint"
-        restored: dict[str, Any] = {"step": step, "epoch": 0, "source": source, "checkpoint": name}
-        if source != OWN_FILES:
-            restored["unit"] = REPORTS
-        restored["rejected"] = [
-            {"name": each, "problem": problem} for each, problem in rejected.items()
-        ]
-        reports.set_restored(restored)
-    return reports, script, code
-
-
-def _call(ctx: WorkerContext, reports: Reports, code: CodeOnNode, *, may_protect: bool) -> None:
-    """Call the function as Ray Train does: with its config, or without arguments if it takes none.
-
-    Raise BadTask if it cannot be called like this.
-    """
-    entry, config = _code(ctx).train_fn, dict(_code(ctx).config)
-    assert entry is not None
-    function = load_named(entry)
-    if not callable(function):
-        raise BadTask(
-            f"{entry} is a {type(function).__name__}, not a function. Set code.train_fn to a "
-            "function with one argument, its config"
-        )
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    num_required = sum(
-        each.default is each.empty and each.kind not in variadic for each in parameters
-    )
-    if num_required > 1:
-        raise BadTask(
-            f"{entry}{place_of(function)} needs {num_required} arguments, but a train_fn is called "
-            "with its config only. Give the other arguments defaults"
-        )
-    if config and not num_required:
-        raise BadTask(
-            f"{entry}{place_of(function)} needs no argument, so Ray Train calls it without "
-            "code.config; let it take one, or remove code.config"
-        )
-    logger.info("calling %s", entry)
-    may_protect = may_protect or DOOR in sys.modules  # an installed package may use it
-    may_report = may_protect or mentions(code.directory, code.names, b"report")
-    reports.begin(may_protect=may_protect, warnings=() if may_report else (NEVER_REPORTS,))
-    function(*([config] if num_required else []))
-
-
-def _leave(
-    ctx: WorkerContext,
-    failure: BaseException | Left,
-    raised: BaseException | None,
-    step: int | None,
-) -> StepFailed:
-    """Release the peers, and return the error. Only the neighbours of a dead rank notice its death
-    by themselves. A protected loop has done so, and left its state."""
-    error = None if isinstance(failure, Left) else describe_error(failure, ctx.world_rank)
-    if raised is not None and not keep_if_broken(ctx.device, raised):
-        forget_frames(raised)
-    if isinstance(failure, Left):
-        return StepFailed(failure.error, failure.problem)
-    assert error is not None
-    gc.collect()
-    end_process_group()
-    close_store()
-    is_script = ctx.spec.runs_script
-    step = None if is_script and not step else step  # without reports no step is known
-    error = dataclasses.replace(error, step=step, phase="script" if is_script else "train_fn")
-    return StepFailed(error, "the user's own loop keeps its state in its own checkpoints")
-
-
-def _code(ctx: WorkerContext) -> CodeSpec:
-    assert ctx.spec.code is not None
-    return ctx.spec.code
-
-
-# ---------------------------------------------------------------- user reports
-
-# The reports of a user's Ray Train function or script: sent to the run's journal as its steps.
-#
-# The ranks can stop together at each report. If the function protects its loop, its steps are those
-# that it commits, and a report only adds metrics.
-
-GUARANTEE = (
-    "A train_fn resumes from the newest checkpoint that it reported. Later steps are repeated, and "
-    "its own loader decides which samples they use."
-)
-
-SCRIPT_GUARANTEE = (
-    "A script goes on from the checkpoints that it writes itself: what it did since the last of "
-    "them is done again, and which samples it sees is up to its own loader."
-)
-
-
-class Reports:
-    """Wrap Ray's ``report`` on one rank.
-
-    Args:
-        ctx: the rank's place in its attempt.
-        context: Ray's TrainContext.
-        step: number of reports so far.
-        kept: whether one of them had a checkpoint.
-    """
-
-    def __init__(self, ctx: WorkerContext, context: Any, step: int, *, kept: bool) -> None:
-        self.step = step
-        self._ctx = ctx
+    def __init__(self, ctx: WorkerContext) -> None:
+        context = get_train_context()
+        has_any = context.checkpoint is not None
+        step, name = latest_reported(ctx.run_dir) if has_any else (0, None)
+        super().__init__(ctx, name, step, rejected_reports(ctx.run_dir))
         self._context = context
         self._report: Callable[..., None] = context.report
-        self._kept = kept
+        context.report = self
+        self._kept = name is not None
+        """Whether a report had a checkpoint."""
         self._profiler = StepProfiler(ctx, list)
         self._began = time.perf_counter()
         self._names = NameLimit()
-        self.has_reported = False
-        """Whether this attempt has made a report, at which it can stop."""
         self._warned_of_limit = False
-        self._restored: dict[str, Any] | None = None
-        """Where the function goes on, until that is reported."""
 
     def __call__(
         self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **kwargs: Any
@@ -275,38 +108,15 @@ class Reports:
             raise StopAgreed(stop)
         self._profiler.boundary(self.step)
 
-    def set_restored(self, restored: dict[str, Any]) -> None:
-        """Keep the event that says where the function continues until ``begin``."""
-        self._restored = restored
-
-    def begin(self, *, may_protect: bool, warnings: Sequence[str] = ()) -> None:
-        """Report that the function begins, and where it continues, with ``warnings`` about it.
-
-        A protected loop continues from its own state, which this event would contradict. So a
-        function that may protect one sends it no earlier than its first report.
-        """
-        if not may_protect:
-            self.report_restored()
-        if self._ctx.world_rank == 0:
-            facts = _facts(self._ctx) | ({"warnings": list(warnings)} if warnings else {})
-            self._ctx.journal.emit(EventKind.TRAINING_STARTED, facts)
-
-    def report_restored(self) -> None:
-        """Report where the function continues, unless that is done, or a protected loop did."""
-        restored, self._restored = self._restored, None
-        if protection() is not None:
-            return
-        if own_loop.present is not None:
-            own_loop.present.has_begun = True
-        if restored is not None:
-            self._ctx.journal.emit(EventKind.RESTORED, restored)
+    def may_report(self, code: CodeOnNode) -> bool:
+        return mentions(code.directory, code.names, b"report")
 
     def close(self, *, failed: bool) -> None:
         """End a profile, since no further report follows."""
         if failed:
             self._profiler.give_up()
-        else:
-            self.report_restored()
+        super().close(failed=failed)
+        if not failed:
             self._profiler.close()
 
     def _wanted(self, checkpoint: Any) -> Stop | None:
@@ -347,11 +157,6 @@ class Reports:
         )
 
 
-def protection() -> LoopProtection | None:
-    """Return what protects the function's loop; None if it is not protected, or not yet."""
-    return own_loop.present.protection if own_loop.present is not None else None
-
-
 def _numbers(metrics: dict[str, Any]) -> dict[str, float | None]:
     """Return the metrics that are numbers. A number that is not finite becomes None."""
     values = {}
@@ -364,27 +169,12 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float | None]:
     return values
 
 
-def _facts(ctx: WorkerContext) -> dict[str, Any]:
-    """Return the data of ``training_started``. Unlike Everstep's loop, a function does not reveal
-    its number of steps or parameters."""
-    unknown = dict.fromkeys(
-        ("total_steps", "steps_per_epoch", "num_samples", "num_parameters", "micro_batch_size")
-    )
-    return {
-        **unknown,
-        "snapshots": "none",
-        "guarantee": SCRIPT_GUARANTEE if ctx.spec.runs_script else GUARANTEE,
-        "device": str(ctx.device),
-        "backend": group_backend(ctx.device),
-    }
-
-
 # ---------------------------------------------------------------- refused calls
 
 # Refuse calls of a user's function or script that would hang or do nothing in a rank.
 #
 # A rank holds its share of the cluster while its code runs. A trainer that this code starts would
-# wait for that share for ever, and processes that it spawns as ranks would wait for each other.
+# wait for that share for ever.
 
 _TUNE = "ray.tune"
 _SUBMIT = "submit the function that it would call: everstep submit --code . --train-fn MODULE:NAME"
@@ -405,78 +195,22 @@ TUNER = (
     "{name} would wait for ever: the ranks of this run hold what its trials need. Submit the "
     "function alone (--train-fn MODULE:NAME), and its values by everstep sweep"
 )
-SPAWNED = (
-    "this script starts ranks of its own by torch.multiprocessing.{name}, but Everstep has started "
-    "one process for each rank, as torchrun does. Call your function directly, with "
-    'int(os.environ["RANK"]) and int(os.environ["WORLD_SIZE"])'
-)
-NEVER_REPORTS = (
-    "no file of the archive names ray.train.report or everstep.train: this function has no steps, "
-    "metrics or checkpoints, and begins anew after a failure. Report at least once an epoch"
-)
 
 
 @contextmanager
-def refused_calls(*, is_script: bool, uses_tune: bool) -> Iterator[None]:
-    """Raise BadTask inside the block where a user's code makes such a call.
-
-    Args:
-        is_script: whether the code is a script, whose spawned processes would be ranks.
-        uses_tune: whether the code imports Ray Tune, which is not loaded otherwise.
-    """
+def refused_calls(code: CodeOnNode) -> Iterator[None]:
+    """Raise BadTask inside the block where a user's code makes such a call."""
     with ExitStack() as undo:
-        _replace(undo, TrainContext, "get_dataset_shard", _refuse(NO_DATASETS))
+        _replace(undo, TrainContext, "get_dataset_shard", refuse(NO_DATASETS))
         _replace(undo, DataParallelTrainer, "fit", _refuse_trainer)
-        if is_script:
-            for name in ("spawn", "start_processes"):
-                _replace(undo, torch.multiprocessing, name, _refuse(SPAWNED.format(name=name)))
-        if uses_tune:
+        if imports(code.directory, code.names, _TUNE):  # it is not loaded otherwise
             tune = importlib.import_module(_TUNE)
             utils = importlib.import_module(f"{_TUNE}.trainable.trainable_fn_utils")
             for module in (tune, utils):
-                _replace(undo, module, "report", _refuse(TUNE_REPORTS))
-            _replace(undo, tune, "run", _refuse(TUNER.format(name="ray.tune.run")))
-            _replace(undo, tune.Tuner, "fit", _refuse(TUNER.format(name="Tuner.fit")))
+                _replace(undo, module, "report", refuse(TUNE_REPORTS))
+            _replace(undo, tune, "run", refuse(TUNER.format(name="ray.tune.run")))
+            _replace(undo, tune.Tuner, "fit", refuse(TUNER.format(name="Tuner.fit")))
         yield
-
-
-def imports(root: Path, names: Collection[str], module: str) -> bool:
-    """Return whether a Python file of an archive imports ``module``, anywhere in it.
-
-    Args:
-        root: directory with the archive's files.
-        names: their paths in it.
-    """
-    first = module.partition(".")[0].encode()
-    for name in names:
-        file = root / name
-        if name.endswith(".py") and file.is_file() and first in (source := file.read_bytes()):
-            try:
-                found = any(_names(node, module) for node in ast.walk(ast.parse(source)))
-            except (SyntaxError, ValueError, RecursionError):
-                found = module.encode() in source
-            if found:
-                return True
-    return False
-
-
-def mentions(root: Path, names: Collection[str], word: bytes) -> bool:
-    """Return whether a Python file of an archive has ``word`` in it, in any case of letters."""
-    files = (root / name for name in names if name.endswith(".py"))
-    return any(word in file.read_bytes().lower() for file in files if file.is_file())
-
-
-def _names(node: ast.AST, module: str) -> bool:
-    """Return whether a statement imports ``module`` or a part of it, or a string names it."""
-    if isinstance(node, ast.Import):
-        found = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
-        found = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        found = [node.value]  # importlib.import_module
-    else:
-        return False
-    return any(name == module or name.startswith(f"{module}.") for name in found)
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
@@ -486,12 +220,65 @@ def _replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
     undo.callback(setattr, owner, name, before) if is_own else undo.callback(delattr, owner, name)
 
 
-def _refuse(message: str) -> Any:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise BadTask(message)
-
-    return refuse
-
-
 def _refuse_trainer(trainer: Any) -> Any:
     raise BadTask(TRAINER.format(name=type(trainer).__name__))
+
+
+# ---------------------------------------------------------------- own process
+
+# A rank that runs in its host's process.
+
+
+class OwnProcess:
+    """This process as a rank (``worker_actor.Rank``). It serves one attempt.
+
+    Args:
+        ip: the node's address in the cluster.
+        serve: carries out what a rank asks of its host.
+    """
+
+    def __init__(self, launch: RankLaunch, ip: str, serve: Callable[..., Any]) -> None:
+        self.pid, self._serve = os.getpid(), serve
+        process.prepare(launch, ip, over_nccl=bool(ray.get_gpu_ids()))
+
+    def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        return _CALLS[name](self, *arguments)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Do nothing: the host ends, too."""
+
+    def train(self, job: RankJob, place: Position) -> str | None:
+        """Train to the end (``run_rank``)."""
+        process.tell_host(lambda name, *told: self._serve("note", (name, told)))
+        outside = Outside(
+            lambda *batch: self._serve("deliver", batch),
+            lambda name, metrics: self._serve("report", (name, metrics)),
+            lambda: self._serve("close_reports", ()),
+            partial(_device, job.use_gpu),
+        )
+        return run_rank(job, place, outside)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "train": OwnProcess.train,
+    "join": lambda rank, *arguments: None,  # Ray does that
+    "ping": lambda rank: None,
+    "ask_to_yield": lambda rank, *arguments: process.ask_to_yield(*arguments),
+    "abandon": lambda rank: process.abandon(),
+    "stack": lambda rank: process_redactor()(process.stack()),
+    "collective_counts": lambda rank: collective_counts(),
+}
+
+
+@cache
+def _device(use_gpu: bool) -> torch.device:
+    """Return the rank's device. Ray numbers it among the GPUs of all ranks on the node, which it
+    makes visible to each of them once they are created. A process that had used CUDA by then, for
+    example to check its node, still sees only its own."""
+    if not use_gpu:
+        return torch.device("cpu")
+    device: torch.device = ray.train.torch.get_device()
+    return device if (device.index or 0) < torch.cuda.device_count() else torch.device("cuda", 0)

@@ -1,8 +1,8 @@
 """The host of a rank: Ray Train's worker, which runs no code of the user's and imports no torch.
 
 It stays from one attempt to the next, and has a process forked for each of them
-(``train_fn/ranks``). A Ray Train function or script of the user's runs in the host itself, whose
-process then serves one attempt.
+(``train_fn/ranks``). A function or script of the user's that calls Ray's API runs in the host
+itself, whose process then serves one attempt.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """The rank of an earlier attempt whose state others read from its memory."""
         self._lends: int | None = None
         """Step of the state that the present rank lends; None for none."""
-        self._flops_per_sample: float | None = None
+        self._remembered: dict[str, Any] = {}
         self._told = _Told()
         self._journal: Callable[..., Any] | None = None
         self._reports: CheckpointReports | None = None
@@ -160,8 +160,8 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         use_gpu = bool(ray.get_gpu_ids())
         problem = interface_problem({**os.environ, **launch.env}, nccl=use_gpu)
         self._leave_last()
-        if job.spec.runs_own_function:
-            from train_fn.ray_train.own_process import OwnProcess
+        if job.calls_ray:
+            from train_fn.ray_train.user_function import OwnProcess
 
             self._rank = OwnProcess(launch, ray.util.get_node_ip_address(), self._serve)
         else:
@@ -173,7 +173,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
                 use_gpu,
                 streams_of_this(),
                 self._zygotes.why_not,
-                self._flops_per_sample,
+                dict(self._remembered),
             )
             self._rank = self._zygotes.fork(facts, self._serve)
         if self._versions is None:
@@ -274,8 +274,9 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             told.kept = facts[0]
         elif what == "state_bytes":
             told.state_bytes = facts[0]
-        elif what == "flops":
-            self._flops_per_sample = facts[0]
+        elif what == "remember":
+            name, value = facts
+            self._remembered[name] = value
         elif what == "lends":
             self._lends = facts[0]
         elif what == "restored":

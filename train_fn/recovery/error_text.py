@@ -56,7 +56,7 @@ USER_FRAME = re.compile(
     r"line (\d+)(?:, in (\S+))?"
 )
 """A frame of uploaded code, found by its directory on the node (``user_code/modules.py``), or by a
-script's working directory (``ray_train/user_script.py``)."""
+script's working directory (``user_code/script_run.py``)."""
 
 
 def message_of(exc: BaseException) -> str:

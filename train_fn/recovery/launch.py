@@ -55,6 +55,8 @@ class RankJob:
     use_gpu: bool
     train: str
     """``module:function`` of the training loop."""
+    calls_ray: bool = False
+    """Whether the code of the user's calls Ray's API. Then each rank runs in its host's process."""
     workers_limit: int | None = None
     """Most ranks that the service allowed when the run started; None for as many as it asks for."""
 
@@ -97,8 +99,8 @@ class RankLaunch:
     silent_peer_s: float = 0.0
     """Seconds of silence after which a rank closes a connection; 0 for never."""
     meets_to_report: bool = True
-    """Whether ranks synchronise in a Ray Train actor at every report. Ranks of Everstep's loop all
-    report the same in the same order; a user's function may not."""
+    """Whether ranks synchronise in a Ray Train actor at every report. Ranks report Everstep's
+    checkpoints all in the same order; a user's function may not."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from train_fn.loop.attempt import train
 from train_fn.loop.training import RankProgress
 from train_fn.node import children
 from train_fn.own_loop import OwnLoop
-from train_fn.ray_train.user_script import SHARED_VARIABLE, environment
 from train_fn.recovery.evidence import RankError, StepFailed, describe_error
 from train_fn.rehearsal.recorder import OfLoop, OfTask, Orders, Recorder, Source
 from train_fn.standalone.rank import CLOSE_S, LocalPlace, begin_attempt, device_of, set_up
@@ -43,6 +42,7 @@ from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
 from train_fn.user_code.modules import add_to_path, files_on_node, import_from, load_named
 from train_fn.user_code.script import find_script, run_as_main
+from train_fn.user_code.script_run import SHARED_VARIABLE, environment
 
 REHEARSAL_VARIABLE = "EVERSTEP_REHEARSAL"
 """Set for the user's code, so that it can leave out what others would see."""

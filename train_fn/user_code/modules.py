@@ -4,6 +4,7 @@ and line.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import functools
@@ -195,3 +196,50 @@ def _library_loads() -> bool:
     except OSError:
         return False
     return bool(libraries)
+
+
+# ---------------------------------------------------------------- source
+
+# What the Python files of an archive say, without running them.
+
+DOOR = "everstep.train"
+"""Module that code with a protected loop imports."""
+
+
+def imports(root: Path, names: Collection[str], module: str) -> bool:
+    """Return whether a Python file of an archive imports ``module``, anywhere in it.
+
+    Args:
+        root: directory with the archive's files.
+        names: their paths in it.
+    """
+    first = module.partition(".")[0].encode()
+    for name in names:
+        file = root / name
+        if name.endswith(".py") and file.is_file() and first in (source := file.read_bytes()):
+            try:
+                found = any(_names(node, module) for node in ast.walk(ast.parse(source)))
+            except (SyntaxError, ValueError, RecursionError):
+                found = module.encode() in source
+            if found:
+                return True
+    return False
+
+
+def mentions(root: Path, names: Collection[str], word: bytes) -> bool:
+    """Return whether a Python file of an archive has ``word`` in it, in any case of letters."""
+    files = (root / name for name in names if name.endswith(".py"))
+    return any(word in file.read_bytes().lower() for file in files if file.is_file())
+
+
+def _names(node: ast.AST, module: str) -> bool:
+    """Return whether a statement imports ``module`` or a part of it, or a string names it."""
+    if isinstance(node, ast.Import):
+        found = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
+        found = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        found = [node.value]  # importlib.import_module
+    else:
+        return False
+    return any(name == module or name.startswith(f"{module}.") for name in found)

@@ -50,7 +50,7 @@ class GroupFactory:
             engine.settings, {place.node_id for place in engine.history.workers}, nodes.exclude
         )
         self.links = LinkChecks(engine.settings, nodes.exclude)
-        self.keeps_hosts = not engine.job.spec.runs_own_function
+        self.keeps_hosts = not engine.job.calls_ray
         """Whether hosts serve several attempts. One in whose process the user's code runs does
         not."""
         self.hosts = Hosts(engine.settings.hold_s)
@@ -75,7 +75,7 @@ class GroupFactory:
                 self._attempt_log.last_step(()) if self._engine.job.spec.runs_script else None
             ),
             silent_peer_s=self._engine.settings.silent_peer_s,
-            meets_to_report=self._engine.job.spec.runs_own_function,
+            meets_to_report=self._engine.job.calls_ray,
         )
 
     def _new_group(

@@ -23,8 +23,11 @@ from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
 from train_fn.ray_train import user_function
 from train_fn.ray_train.ray_internals import DataParallelTrainer, TrainContext
-from train_fn.ray_train.user_function import imports, refused_calls
+from train_fn.ray_train.user_function import refused_calls
 from train_fn.recovery.evidence import StepFailed
+from train_fn.user_code import function
+from train_fn.user_code.function import calls_ray
+from train_fn.user_code.modules import DOOR, CodeOnNode, imports
 
 __all__ = ["own_node"]
 
@@ -74,7 +77,7 @@ QUIET = "def train_fn(config):\n    print('trained')\n"
 
 @pytest.fixture(autouse=True)
 def ray_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, user_function.DOOR, raising=False)
+    monkeypatch.delitem(sys.modules, DOOR, raising=False)
     found = SimpleNamespace(checkpoint=None, report_call_index=0, report=lambda *_: None)
     monkeypatch.setattr(user_function, "get_train_context", lambda: found)
 
@@ -113,7 +116,7 @@ def test_a_script_that_would_hang_or_report_to_nobody_is_told_what_to_do(
 def test_a_shard_of_ray_data_is_refused_by_name() -> None:
     before = TrainContext.get_dataset_shard
     with (
-        refused_calls(is_script=False, uses_tune=False),
+        refused_calls(CodeOnNode(Path(), ())),
         pytest.raises(Exception, match="a run has no Ray Data sets"),
     ):
         TrainContext.get_dataset_shard(object.__new__(TrainContext), None)
@@ -137,6 +140,37 @@ def test_a_function_may_import_everstep_where_rays_examples_import(tmp_path: Pat
     [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"]) == ("fresh", 0)
     assert [point["step"] for point in journal_of(ctx).points] == [1, 2, 3]
+
+
+LATE = """
+def train_fn(config):
+    load = __import__("r" + "ay.train").train
+    load.report({"loss": 1.0})
+"""
+
+
+def test_code_that_reports_to_ray_from_nowhere_is_told_where_to_import_it(tmp_path: Path) -> None:
+    ctx = context(tmp_path, "late", LATE)
+    assert not calls_ray(ctx.run_dir.storage, ctx.spec)
+    with pytest.raises(StepFailed, match="write `import ray"):
+        function.train(ctx)
+
+
+@pytest.mark.parametrize(
+    ("source", "entry", "found"),
+    [
+        (INSIDE, {}, False),
+        (f"{QUIET}    from ray import train\n", {}, True),
+        (TRAINER, {"script": "own.py"}, True),
+        (SPAWNS, {"script": "own.py"}, False),
+        (QUIET, {"train_fn": "installed.elsewhere:train_fn"}, True),
+    ],
+)
+def test_only_code_that_may_call_ray_keeps_rays_worker(
+    tmp_path: Path, source: str, entry: dict[str, str], found: bool
+) -> None:
+    ctx = context(tmp_path, "own", source, **entry)
+    assert calls_ray(ctx.run_dir.storage, ctx.spec) is found
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
 from train_fn.ranks.rank import RankJournal
 from train_fn.ray_train import user_function
-from train_fn.ray_train.user_script import SHARED_VARIABLE
 from train_fn.recovery.evidence import StepFailed
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
+from train_fn.user_code.script_run import SHARED_VARIABLE
 
 __all__ = ["own_node"]
 

@@ -36,6 +36,7 @@ from train_fn.ray_train.ray_checkpoints import (
 )
 from train_fn.recovery.evidence import StepFailed, describe_error
 from train_fn.recovery.settings import RecoverySettings
+from train_fn.user_code.modules import DOOR
 
 __all__ = ["own_node"]
 
@@ -81,7 +82,7 @@ class RayContext:
 @pytest.fixture
 def ray_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RayContext:
     # A rank has a process of its own; here another test may have imported it.
-    monkeypatch.delitem(sys.modules, own_function.DOOR, raising=False)
+    monkeypatch.delitem(sys.modules, DOOR, raising=False)
     found = RayContext()
     monkeypatch.setattr(own_function, "get_train_context", lambda: found)
     monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda value: value)

@@ -42,7 +42,7 @@ class Host:
         monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: context)
         made = self.made = EverstepTrainWorker.__new__(EverstepTrainWorker)
         made._rank = made._lender = made._lends = None
-        made._versions, made._told, made._flops_per_sample = {}, worker_actor._Told(), None
+        made._versions, made._told, made._remembered = {}, worker_actor._Told(), {}
         made._zygotes = SimpleNamespace(fork=self._fork, why_not=None)  # type: ignore[assignment]
 
     def _fork(self, facts: Any, serve: Any) -> Rank:
@@ -51,7 +51,7 @@ class Host:
         return self.ranks[-1]
 
     def begin(self) -> None:
-        job: Any = SimpleNamespace(spec=SimpleNamespace(runs_own_function=False))
+        job: Any = SimpleNamespace(calls_ray=False)
         self.made.prepare(RankLaunch(len(self.ranks) + 1, 0.0), job)
 
     def tell(self, what: str, *facts: Any) -> None:
@@ -149,7 +149,7 @@ def test_the_end_of_an_earlier_attempt_is_no_news_of_the_one_that_follows(host: 
 def test_what_a_rank_has_counted_no_later_one_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(monkeypatch)
     host.begin()
-    assert host.facts.flops_per_sample is None
-    host.tell("flops", 3.5e6)
+    assert not host.facts.remembered
+    host.tell("remember", "flops", 3.5e6)
     host.begin()
-    assert host.facts.flops_per_sample == 3.5e6
+    assert host.facts.remembered == {"flops": 3.5e6}
