@@ -49,6 +49,7 @@ output: OutputFile | None = None
 def build_and_serve(connection: Connection, order: BuildOrder) -> None:
     """Build the task, tell the host what came of it, and fork ranks until nobody is connected."""
     global base_environ, output
+    os.setpgid(0, 0)  # what it starts ends with it, if its host is gone
     begin_anew(order.streams)
     began, threads, fds = time.monotonic(), _threads(), set(_descriptors())
     output = OutputFile(order.path.with_suffix(".log"))

@@ -247,18 +247,19 @@ def test_a_build_that_ends_its_process_is_told(node: Node) -> None:
 
 def test_a_build_that_hangs_ends_with_its_host(node: Node, marker: Path) -> None:
     host = node.host()
-    writes = f"import os, time\nwith open({str(marker)!r}, 'w') as file:\n"
-    writes += "    file.write(str(os.getpid()))\ntime.sleep(600)"
+    writes = "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+    writes += f"with open({str(marker)!r}, 'w') as file:\n"
+    writes += "    file.write(f'{os.getpid()} {child.pid}\\n')\ntime.sleep(600)"
     job = node.job(writes)
     building = threading.Thread(target=node.build, args=(host, job), daemon=True)
     building.start()
-    wait_for(lambda: marker.exists() and bool(marker.read_text()), 120, "the build")
-    builder = psutil.Process(int(marker.read_text()))
+    wait_for(lambda: marker.exists() and "\n" in marker.read_text(), 120, "the build")
+    started = list(map(psutil.Process, map(int, marker.read_text().split())))
     assert host._level_0 is not None
     host._level_0.close()  # as the end of the host's process does
     building.join(30)
     assert not building.is_alive() and host.failed == "its process has ended"
-    _, left = psutil.wait_procs([builder], 20)
+    _, left = psutil.wait_procs(started, 20)
     assert left == []
 
 
