@@ -17,10 +17,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from storage.run_control import Stop
 from train_fn.journal.follower import Reply, SourceEvent
 from train_fn.journal.rank_log import listen
+from train_fn.node.network import store_at
 from train_fn.node.secrets import process_redactor
 from train_fn.ranks import build_once, process
 from train_fn.ranks.line import Wire
@@ -83,6 +85,8 @@ class _Rank:
         )
         self._facts = facts
         self._device = torch.device("cpu")
+        self._store: TCPStore | None = None
+        """The store at which the ranks meet, if this is the first one."""
         printed = None if build_once.output is None else build_once.output.end_in_fork()
         self._printed = printed
 
@@ -93,6 +97,12 @@ class _Rank:
             self.orders.put((getattr(self, name), arguments, answer))
             return answer
         return getattr(self, name)(*arguments)
+
+    def open_store(self, ip: str, timeout_s: float) -> int:
+        """Listen for the other ranks, before any of them connects: one that came too early would
+        try again only after half a second. Return the port."""
+        self._store = store_at(ip, timedelta(seconds=timeout_s))
+        return self._store.port
 
     # -- on the main thread
 
@@ -116,11 +126,16 @@ class _Rank:
             NODE_RANK=str(place.node_rank),
             ACCELERATE_TORCH_DEVICE=str(self._device),
         )
+        timeout = timedelta(seconds=meeting.timeout_s)
+        store = self._store or TCPStore(
+            meeting.address, meeting.port, is_master=False, timeout=timeout
+        )
         dist.init_process_group(
             meeting.backend,
+            store=store,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timedelta(seconds=meeting.timeout_s),
+            timeout=timeout,
         )
 
     def train(self, job: RankJob, place: Position) -> str | None:

@@ -22,8 +22,9 @@ class RankGroup(Backend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Form the group. Raises RayError."""
         actors = [worker.actor for worker in worker_group.get_workers()]
-        address, port = ray.get(actors[0].meeting_place.remote())
-        meeting = Meeting(address, port, backend_config.backend, backend_config.timeout_s)
+        timeout_s = backend_config.timeout_s
+        address, port = ray.get(actors[0].open_store.remote(timeout_s))
+        meeting = Meeting(address, port, backend_config.backend, timeout_s)
         ray.get([actor.join.remote(meeting) for actor in actors])
 
 

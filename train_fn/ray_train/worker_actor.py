@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import ray
 import ray.train
-from ray.train._internal.utils import get_address_and_port
 
 from storage.run_dir import RunDir
 from train_fn.errors import CannotBuild, RankDied
@@ -210,10 +209,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         if not self._meets_to_report:
             get_train_context()._sync_checkpoint_dir_name_across_ranks = lambda name: name
 
-    def meeting_place(self) -> tuple[str, int]:
-        """Return this node's address and a free port, at which ranks can meet."""
-        address, port = get_address_and_port()
-        return address, port
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Let the rank listen for the others. Return the address and the port."""
+        ip = ray.util.get_node_ip_address()
+        return ip, self._of_rank().call("open_store", ip, timeout_s)
 
     def join(self, meeting: Meeting) -> None:
         """Let the rank meet the others in a process group."""
