@@ -5,14 +5,13 @@ asks its host (``Outside``).
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -178,21 +177,7 @@ def _train(
 def loop_of(job: RankJob) -> tuple[ModuleType, str]:
     """Import the module of the training loop. Return it, and the name of its function."""
     name, _, function = job.train.partition(":")
-    module = importlib.import_module(name)
-    _freeze_imports()
-    return module, function
-
-
-@cache
-def _freeze_imports() -> None:
-    """Keep the objects of the imports alive. A rank that leaves a broken step collects garbage,
-    which should not search all of torch.
-
-    Only once in a process: an object of an earlier attempt must not stay forever. To count the
-    frozen objects takes a tenth of a second.
-    """
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
+    return importlib.import_module(name), function
 
 
 def _context(

@@ -4,6 +4,7 @@ its reports to the run's journal as steps.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import math
@@ -252,6 +253,9 @@ class OwnProcess:
 
     def train(self, job: RankJob, place: Position) -> str | None:
         """Train to the end (``run_rank``)."""
+        # A rank that leaves a broken step collects garbage, but does not search all of torch. In
+        # forks the zygote has seen to it.
+        gc.freeze()
         process.tell_host(lambda name, *told: self._serve("note", (name, told)))
         outside = Outside(
             lambda *batch: self._serve("deliver", batch),

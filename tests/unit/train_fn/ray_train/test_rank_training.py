@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import ray.train.torch
 import torch
@@ -48,17 +45,3 @@ def test_an_error_says_which_hosts_were_not_heard_and_no_secret(
     found = failure_of(ValueError("the key is hunter2"), monkeypatch)
     assert found.unheard == ("10.0.0.3",)
     assert "hunter2" not in found.message + found.traceback
-
-
-def test_frozen_objects_are_counted_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That takes a tenth of a second, in which all ranks of an attempt wait."""
-    done: list[str] = []
-    counted = SimpleNamespace(
-        get_freeze_count=lambda: done.append("counted") or 0, freeze=lambda: done.append("frozen")
-    )
-    monkeypatch.setattr(rank, "gc", counted)
-    rank._freeze_imports.cache_clear()
-    job: Any = SimpleNamespace(train="train_fn.loop.attempt:train")
-    for _ in range(2):
-        assert rank.loop_of(job)[1] == "train"
-    assert done == ["counted", "frozen"]
