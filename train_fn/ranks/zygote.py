@@ -228,8 +228,10 @@ def listen_at(path: Path) -> socket.socket:
 def import_all() -> None:
     """Import what a rank imports up to the end of its first step. torch imports more in the first
     call of an optimizer. No backward pass: that starts a thread for each device."""
+
     import torch
     import torch.utils.flop_counter
+    import torch.utils.serialization
 
     torch.set_num_threads(1)  # a fork would lack the threads of a pool, and wait for them
     import train_fn.ranks.rank

@@ -8,7 +8,7 @@ import torch
 
 from train_fn.node.secrets import Redactor
 from train_fn.ranks import rank
-from train_fn.ray_train import own_process
+from train_fn.ray_train import user_function
 from train_fn.recovery.evidence import RankError
 
 
@@ -18,8 +18,8 @@ def test_a_rank_that_used_cuda_before_its_neighbours_were_shared_finds_its_own_g
 ) -> None:
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
-    own_process._device.cache_clear()
-    found = [str(own_process._device(use_gpu=use_gpu)) for use_gpu in (True, False)]
+    user_function._device.cache_clear()
+    found = [str(user_function._device(use_gpu=use_gpu)) for use_gpu in (True, False)]
     assert found == [expected, "cpu"]
 
 
