@@ -52,24 +52,6 @@ def test_file_agrees_with_the_compose_specification(compose: dict[str, Any]) -> 
     assert set(parsed.service_names()) == OURS | OTHERS
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"networks": ["nowhere"]}, "network `nowhere`"),
-        ({"secrets": ["nothing"]}, "secret `nothing`"),
-        ({"restrat": "always"}, "restrat"),
-        ({"shm_size": "much"}, "unknown unit"),
-    ],
-)
-def test_a_wrong_file_is_noticed(
-    compose: dict[str, Any], change: dict[str, object], message: str
-) -> None:
-    broken = yaml.safe_load(yaml.safe_dump(compose))
-    broken["services"]["worker"].update(change)
-    with pytest.raises(ValueError, match=message):
-        PyCompose.from_yaml(yaml.safe_dump(broken)).validate()
-
-
 def test_only_the_proxy_is_published_and_only_on_loopback_unless_asked(
     services: dict[str, dict[str, Any]],
 ) -> None:

@@ -94,26 +94,3 @@ def test_the_hooks_call_programs_that_a_checkout_has() -> None:
         name = program.removeprefix(".venv/bin/")
         assert f"$(BIN)/{name}" in makefile, f"make check does not run {name}"
         assert all((ROOT / each).exists() for each in arguments if each.endswith(".py"))
-
-
-def make_test_one(chosen: str) -> subprocess.CompletedProcess[str]:
-    make = ["make", "--no-print-directory", "--assume-old=.venv/.installed", "test-one"]
-    command = [*make, f"T={chosen}", "ARGS=-p no:cacheprovider"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("node", ["", "::test_every_platform_has_the_same_packages"])
-def test_one_test_is_run_by_its_path(node: str) -> None:
-    done = make_test_one(f"tests/unit/repository/test_locks.py{node}")
-    assert done.returncode == 0, done.stderr
-    [passed] = re.findall(r"(\d+) passed", done.stdout)
-    assert int(passed) == 1 if node else int(passed) > 1
-
-
-@pytest.mark.parametrize("chosen", ["", "tests/unit/no_such_room"])
-def test_a_path_without_tests_is_refused(chosen: str) -> None:
-    done = make_test_one(chosen)
-    assert done.returncode != 0
-    assert f"T={chosen} names no test; for example make test-one T=tests/" in done.stderr
-    assert "passed" not in done.stdout

@@ -20,7 +20,6 @@ import everstep
 from everstep.cli.main import app
 from everstep.spec.parsing import parse_spec
 from everstep.spec.yaml_file import read_spec
-from scripts import spec_reference
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -110,27 +109,6 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert set(everstep.__all__) - names - errors == {"__version__"}
 
 
-def rows(section: str) -> dict[str, list[str]]:
-    """The table below a heading of docs/spec.md, by field."""
-    text = (DOCS / "spec.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    return {cells[0].strip("`"): cells[1:] for cells in lines}
-
-
-def test_a_field_has_its_type_bounds_default_and_meaning() -> None:
-    train = rows("`train`")
-    assert train["epochs"] == ["integer (at least 1)", "`1`", "Passes over the training set."]
-    assert train["micro_batch_size"][:2] == ["integer (at least 1) or `auto`", "`auto`"]
-    assert train["ema_decay"][:2] == ["number (at least 0, below 1)", "`null`"]
-    assert rows("`optimizer.groups`")["parameters"][:2] == [
-        "text (1 to 512 characters)",
-        "required",
-    ]
-    assert rows("`scaling`")["resources_per_worker"][1] == '`{"CPU": 1.0}`'
-    assert rows("`checkpoint`")["best_mode"][:2] == ["`min` or `max`", "see right"]
-    assert rows("`task.model.args`: `gpt`")["num_layers"][0] == "integer (1 to 256)"
-
-
 def test_every_field_that_can_be_set_has_a_row() -> None:
     def fields(value: object) -> set[str]:
         """Names of all fields in a validated spec, with those of its parts."""
@@ -144,20 +122,6 @@ def test_every_field_that_can_be_set_has_a_row() -> None:
     for path in sorted((ROOT / "examples").glob("*.yaml")):
         spec = parse_spec(read_spec(str(path)))
         assert fields(spec) - documented == set(), path.name
-
-
-def test_a_page_that_is_out_of_date_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "spec.md"
-    monkeypatch.setattr(spec_reference, "PAGE", page)
-    monkeypatch.setattr("sys.argv", ["spec_reference.py"])
-    spec_reference.main()
-    assert page.read_text() == (DOCS / "spec.md").read_text()
-    page.write_text(page.read_text().replace("Passes over the training set.", "Rounds."))
-    monkeypatch.setattr("sys.argv", ["spec_reference.py", "--check"])
-    with pytest.raises(
-        SystemExit, match=r"docs/spec\.md is not what the models of a spec say; run"
-    ):
-        spec_reference.main()
 
 
 def test_examples_and_trees_of_docstrings_are_shown_as_code() -> None:

@@ -10,7 +10,6 @@ import pytest
 from everstep import Client
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.projections.goodput import TimeLedger
 from storage.logs.journal import JournalEvent
 from tests.chaos import soak
 from tests.chaos.faults import KINDS
@@ -162,27 +161,6 @@ async def test_a_failure_that_tells_another_time_than_it_took_to_notice(
         [*events, journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=3)],
     )
     assert await found(api, run_id, RunStatus.FAILED) == broken
-
-
-async def test_time_without_progress_that_is_booked_as_work(
-    api: ApiService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ledger as it was: only as long as the driver says is taken out of the work."""
-
-    def as_it_was(self: TimeLedger, detect_s: float | None) -> None:
-        self._move(self.bucket, "detecting", detect_s)
-        self.bucket = "restarting"
-
-    monkeypatch.setattr(TimeLedger, "_interrupted", as_it_was)
-    run_id, journal = await api.running()
-    api.clock.now += 20
-    events = hung(journal, 0.0)
-    reason = {"code": "user_error", "message": "broken"}
-    api.apply(
-        run_id,
-        [*events, journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=3)],
-    )
-    assert await found(api, run_id, RunStatus.FAILED) == ["I6", "I6"]
 
 
 async def test_what_strangers_are_told(api: ApiService) -> None:

@@ -107,12 +107,6 @@ def test_an_index_that_is_silent_is_said_in_one_line(machine: Machine) -> None:
     assert [line.split()[0] for line in done] == ["venv", "asks", "pip"]
 
 
-def test_what_is_installed_is_not_fetched_again(machine: Machine) -> None:
-    machine.make()
-    code, _, done = machine.make(FAKE_TORCH="2.13.0+cpu")
-    assert code == 0 and [line.split()[0] for line in done] == ["pip"]
-
-
 def test_uv_is_used_where_it_is_and_pip_where_it_fails(machine: Machine) -> None:
     machine.add("uv", UV)
     code, _, done = machine.make(TORCH_INDEX="")
@@ -122,30 +116,6 @@ def test_uv_is_used_where_it_is_and_pip_where_it_fails(machine: Machine) -> None
     assert code == 0 and "uv failed; pip tries the same" in said
     assert [line.split()[0] for line in done] == ["uv", "pip"]
     assert machine.make(FAKE_UV_FAILS="2", FAKE_PIP_FAILS="1")[0] == 1
-
-
-def test_pip_gets_uv_which_is_told_the_indexes_of_pip(machine: Machine) -> None:
-    machine.add("later", UV)
-    settings = (
-        f":env:.find-links='{machine.bin} /no/wheels'\n"
-        f"global.extra-index-url='https://mirror.example.org/simple\\nfile://{machine.base}"
-        " file:///no/index'\nglobal.find-links='/usr'"
-    )
-    fakes = {"FAKE_UV": str(machine.bin / "later"), "FAKE_SETTINGS": settings, "TORCH_INDEX": ""}
-    code, _, done = machine.make(**fakes)
-    venv, install = done
-    assert code == 0 and venv == "venv" and "--constraint constraints.txt" in install
-    told = f"--index https://mirror.example.org/simple --index file://{machine.base} --find-links"
-    assert f"{told} {machine.bin} --index-strategy" in install and "/no/" not in install
-    code, said, done = machine.make(**fakes, FAKE_UV_FAILS="2")
-    assert code == 0 and [line.split()[0] for line in done] == ["uv", "pip"], said
-
-
-def test_uv_gets_a_python_where_there_is_none(machine: Machine) -> None:
-    machine.add("uv", UV.replace('cp "$FAKE_PYTHON"', 'FAKE_OUTSIDE=0 cp "$FAKE_PYTHON"'))
-    (machine.bin / "python3").rename(machine.base / "later")
-    code, _, done = machine.make(TORCH_INDEX="", FAKE_PYTHON=str(machine.base / "later"))
-    assert code == 0 and "--python >=3.11,<3.15" in done[0]
 
 
 @pytest.mark.parametrize(

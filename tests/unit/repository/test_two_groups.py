@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,43 +113,3 @@ def test_a_mark_that_no_command_expects_is_refused(
         return
     with pytest.raises(pytest.UsageError, match=refused):
         check_marks([marked])
-
-
-SUITE = """
-import os
-
-def test_one(): print("process", os.getpid())
-def test_two(): print("process", os.getpid())
-def test_three(): print("process", os.getpid())
-def test_four(): print("process", os.getpid())
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_of_xdist_take_whole_pieces(tmp_path: Path) -> None:
-    """Three files: two share a cluster, and the third runs beside them."""
-    folder = tmp_path / "tests" / "integration"
-    folder.mkdir(parents=True)
-    names = ("test_doctor.py", "test_main_job.py", "test_built.py")
-    for name in names:
-        (folder / name).write_text(SUITE)
-    (tmp_path / "conftest.py").write_text(
-        "from tests_conftest import pytest_xdist_make_scheduler\n"
-    )
-    source = (REPOSITORY / "tests/conftest.py").read_text()
-    (tmp_path / "tests_conftest.py").write_text(source)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-rA", "-n", "2", "--dist", "loadfile", "tests"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    ran: dict[str, set[str]] = {name: set() for name in names}
-    for process, name in re.findall(r"^\[(gw\d)\].* PASSED \S+/(\w+\.py)::", done.stdout, re.M):
-        ran[name].add(process)
-    assert ran["test_doctor.py"] == ran["test_main_job.py"] and len(ran["test_doctor.py"]) == 1
-    assert ran["test_built.py"].isdisjoint(ran["test_doctor.py"]) and ran["test_built.py"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,33 +122,6 @@ def test_a_stand_in_that_is_killed_takes_its_worker_along(address: str, tmp_path
     assert not psutil.pid_exists(pid)
 
 
-def test_a_worker_that_is_killed_takes_its_stand_in_along(address: str, tmp_path: Path) -> None:
-    started = Started(address, tmp_path, "stay")
-    os.kill(int(str(started.said()["pid"])), signal.SIGKILL)
-    started.process.communicate(timeout=60)
-    assert started.process.returncode == 0
-
-
-def test_a_worker_and_its_stand_in_may_end_at_once(
-    server: ForkServerProcess, tmp_path: Path
-) -> None:
-    """The server learns of both in one look: the worker's end closes the connection whose end comes
-    next."""
-    started = Started(server.address, tmp_path / "1", "stay")
-    pid = int(str(started.said()["pid"]))
-    server.process.send_signal(signal.SIGSTOP)
-    try:
-        os.kill(pid, signal.SIGKILL)
-        started.process.communicate(timeout=60)  # it ends with its worker
-    finally:
-        server.process.send_signal(signal.SIGCONT)
-    another = Started(server.address, tmp_path / "2")
-    another.process.communicate(timeout=60)
-    assert another.process.returncode == 0
-    wait_for(lambda: not psutil.pid_exists(pid), 60, "the worker to be waited for")
-    assert "could not be served" not in server.log.read_text()
-
-
 def test_a_worker_whose_raylet_dies_ends(address: str, tmp_path: Path) -> None:
     script = tmp_path / "raylet.py"
     script.write_text("import subprocess, sys\nsubprocess.Popen(sys.argv[1:]).wait()\n")
@@ -182,7 +154,3 @@ def test_what_a_fork_cannot_give_is_left_to_ray() -> None:
     assert request is not None
     assert request["argv"] == ["w.py", "--a"]
     assert request["environ"] == {"B": "2"}
-
-
-def test_without_a_server_there_is_no_answer(tmp_path: Path) -> None:
-    assert worker_start.request_fork({"argv": []}, str(tmp_path / "nobody")) is None

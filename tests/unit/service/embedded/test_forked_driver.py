@@ -95,17 +95,6 @@ def test_a_forked_driver_is_what_an_exec_would_have_made(
     assert said["niceness"] == os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def test_a_forked_driver_is_shown_as_one_and_stays_part_of_the_cluster(
-    server: ForkServerProcess, tmp_path: Path
-) -> None:
-    job = Job(server, tmp_path, "stay")
-    driver = job.driver()
-    assert driver.cmdline()[:3] == ["python", "-m", "its_driver"]
-    assert driver.environ()["EVERSTEP_CLUSTER_DIR"] == "/tmp/es-test"
-    job.process.kill()
-    job.process.communicate()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_of_the_job_is_one_of_its_driver(
     number: signal.Signals, server: ForkServerProcess, tmp_path: Path
@@ -152,10 +141,3 @@ def test_a_driver_goes_on_without_the_server_and_its_job_then_fails(
     out, _ = job.process.communicate(timeout=60)
     assert job.process.returncode == 1
     assert "stopped by 15" in out and "its exit code is unknown" in out
-
-
-def test_without_a_server_the_driver_is_started_as_elsewhere(tmp_path: Path) -> None:
-    job = Job(None, tmp_path)
-    job.process.communicate(timeout=60)
-    assert job.process.returncode == 3
-    assert job.said()["pid"] == job.process.pid and not job.said()["forked"]

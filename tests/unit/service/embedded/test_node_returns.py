@@ -48,15 +48,3 @@ def test_it_is_due_when_its_time_has_come_and_tried_again_if_it_does_not_start()
     for slot in (1, 2):
         returns.tried(slot, is_up=True)
     assert (returns.due(), returns.at(), returns.next_in_s()) == ([], (), float("inf"))
-
-
-def test_nought_leaves_dead_nodes_dead() -> None:
-    returns, clock = made(0.0)
-    assert returns.died(1) is None
-    clock.now += 1e6
-    assert returns.due() == [] and returns.at() == ()
-
-
-def test_a_setting_above_the_longest_pause_is_kept() -> None:
-    returns, _ = made(900.0)
-    assert returns.died(1) == returns.died(1) == 900

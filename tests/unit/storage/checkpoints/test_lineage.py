@@ -28,25 +28,6 @@ def lineage(run_dir: RunDir) -> list[tuple[int, int]]:
     return [(manifest.step, manifest.submission) for manifest in CheckpointStore(run_dir).lineage()]
 
 
-def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(
-    run_dir: RunDir,
-) -> None:
-    store = CheckpointStore(run_dir)
-    record_restored(run_dir, 1, 0, "fresh")
-    save(run_dir, 50)
-    save(run_dir, 100)
-    record_restored(run_dir, 2, 100)
-    save(run_dir, 150)  # the old one was slow, not dead
-    assert lineage(run_dir) == [(50, 1), (100, 1)]
-    save(run_dir, 120, submission=2)
-    save(run_dir, 200)
-    assert lineage(run_dir) == [(50, 1), (100, 1), (120, 2)]
-    newest, rejected = store.newest_valid()
-    assert newest is not None and newest.name == "step-000000120.s002.a001"
-    assert rejected == []
-    assert [manifest.step for manifest in store.list()] == [50, 100, 120, 150, 200]
-
-
 def test_attempts_that_never_trained_have_no_start(run_dir: RunDir) -> None:
     assert attempt_starts(run_dir) == {}
     kinds = [
@@ -70,47 +51,6 @@ def test_attempts_that_never_trained_have_no_start(run_dir: RunDir) -> None:
     assert fresh == RestorePoint(0, fresh=True)
     before = {origin: point for origin, point in attempt_starts(run_dir).items() if origin[0] == 1}
     assert before == {(1, 1): RestorePoint(0, fresh=False), (1, 3): RestorePoint(57, fresh=False)}
-
-
-def test_a_fresh_start_voids_everything_before_it(run_dir: RunDir) -> None:
-    record_restored(run_dir, 1, 0, "fresh")
-    save(run_dir, 0)
-    save(run_dir, 50)
-    record_restored(run_dir, 2, 0, "fresh")
-    assert lineage(run_dir) == []
-    save(run_dir, 100)
-    assert lineage(run_dir) == []
-    assert CheckpointStore(run_dir).newest_valid() == (None, [])
-    save(run_dir, 20, submission=2)
-    assert lineage(run_dir) == [(20, 2)]
-
-
-def test_a_submission_that_has_not_restored_yet_voids_nothing(run_dir: RunDir) -> None:
-    save(run_dir, 50)
-    with JournalWriter(run_dir, 2) as journal:
-        journal.append([event(1, EventKind.SUBMISSION_STARTED), event(2, EventKind.WAITING)])
-    store = CheckpointStore(run_dir)
-    assert [manifest.step for manifest in store.lineage()] == [50]
-    with JournalWriter(run_dir, 2) as journal:
-        journal.append([event(3, EventKind.RESTORED, data={"step": 0, "source": "fresh"})])
-    assert store.lineage() == [], "the store did not keep that there was none"
-
-
-def test_the_first_restored_event_is_the_restore_point(run_dir: RunDir) -> None:
-    assert attempt_starts(run_dir) == {}
-    with JournalWriter(run_dir, 1) as journal:
-        journal.append([event(n, EventKind.METRICS, points=[]) for n in range(1, 500)])
-        journal.append([event(500, EventKind.RESTORED, data={"step": 70, "source": "snapshot"})])
-        journal.append([event(501, EventKind.RESTORED, data={"step": 90, "source": "checkpoint"})])
-    assert attempt_starts(run_dir) == {(1, 0): RestorePoint(70, fresh=False)}
-
-
-def test_a_snapshot_between_checkpoints_keeps_those_below_it(run_dir: RunDir) -> None:
-    save(run_dir, 50)
-    record_restored(run_dir, 2, 73, "snapshot")
-    save(run_dir, 60)  # written by the old one from the very states that the snapshot descends from
-    save(run_dir, 80)
-    assert lineage(run_dir) == [(50, 1), (60, 1)]
 
 
 def test_what_a_submission_sees_of_its_elders(run_dir: RunDir) -> None:
@@ -223,23 +163,3 @@ def test_nothing_beyond_a_newer_restore_point_counts(
 @given(name=NAME)
 def test_a_name_says_all_that_it_is_made_of(name: CheckpointName) -> None:
     assert CheckpointName.parse(str(name)) == name
-
-
-def test_an_older_attempt_that_commits_after_a_newer_one_restored_is_ignored(
-    run_dir: RunDir,
-) -> None:
-    """Two ranks zero of one submission, both alive: what the older one saves of the same steps is
-    its own, and void."""
-    record_restored(run_dir, 1, 0, "fresh", attempt=1)
-    save(run_dir, 20, attempt=1)
-    record_restored(run_dir, 1, 30, "snapshot", attempt=2)
-    save(run_dir, 60, attempt=1, files={"model.pt": b"the older one's"})
-    ours = save(run_dir, 60, attempt=2, files={"model.pt": b"the newer one's"})
-    store = CheckpointStore(run_dir)
-    assert [manifest.name for manifest in store.lineage()] == [
-        "step-000000020.s001.a001",
-        ours.name,
-    ]
-    newest, rejected = store.newest_valid()
-    assert (newest, rejected) == (ours, [])
-    assert store.read_file(ours.name, "model.pt") == b"the newer one's"

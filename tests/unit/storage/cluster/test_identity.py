@@ -99,13 +99,6 @@ def test_an_identity_file_that_holds_no_id_is_named(any_storage: Storage) -> Non
 # ---------------------------------------------------------------- what a driver is told
 
 
-def test_known_travels_as_text() -> None:
-    known = Known("a", 3, "step-000000150.s002.a001")
-    assert Known.parse(known.to_text()) == known
-    assert Known.parse(None) == Known() == Known.parse("")
-    assert Known.parse('{"storage": "a", "later": 1}') == Known("a")
-
-
 def test_a_storage_with_less_than_is_known_is_refused(run_dir: RunDir) -> None:
     check_known(run_dir, Known())
     with pytest.raises(StorageMismatch, match="journal of submission 2 of run run_a"):
@@ -171,19 +164,6 @@ def runs(database_url: str) -> Iterator[RunStore]:
     database.migrate()
     yield RunStore(database)
     database.close()
-
-
-def test_the_first_id_that_is_claimed_stays(runs: RunStore) -> None:
-    records: StorageRecords = runs.storage
-    assert records.get() is None
-    assert records.claim("a").storage_id == "a" == records.claim("b").storage_id
-    assert not records.claim("b").was_seen
-    records.seen("b")
-    assert not records.claim("a").was_seen, "another one was seen"
-    records.seen("a")
-    records.replace("c")
-    known = records.get()
-    assert known is not None and (known.storage_id, known.was_seen) == ("c", True)
 
 
 def test_a_gate_gives_an_id_once_and_holds_the_storage_to_it(
@@ -388,21 +368,6 @@ class TestReconciler:
         wanted = Known(known, 1, "step-000000500.s001.a001").to_text()
         assert wanted in ray.jobs[f"{run_id}-s002"]["entrypoint"]
 
-    async def test_both_ids_are_named_where_another_storage_is_there(
-        self, here: World, ray: FakeRay, tmp_path: Path
-    ) -> None:
-        run_id = await self.paused_at_500(here, ray)
-        known = read_identity(here.storage)
-        (tmp_path / "storage").rename(tmp_path / "unmounted")
-        other = write_identity(here.storage, new_identity())
-        here.runs.resume(run_id)
-        await here.reconciler.tick()
-        assert (
-            known is not None
-            and known in str(here.get(run_id).reason_message)
-            and other in str(here.get(run_id).reason_message)
-        )
-
     async def test_what_another_storage_lacks_fails_no_run(
         self, here: World, ray: FakeRay, tmp_path: Path
     ) -> None:
@@ -443,16 +408,6 @@ class TestReconciler:
             "node-7: /mnt has no id",
         )
         assert row.status != RunStatus.FAILED
-
-    async def test_a_deployment_from_before_goes_on_where_its_runs_are(
-        self, here: World, ray: FakeRay, tmp_path: Path
-    ) -> None:
-        run = here.create()
-        await here.reconciler.tick()
-        await self.forget_storage(here, tmp_path)
-        ray.end(f"{run.id}-s001")
-        await here.reconciler.tick()
-        assert here.get(run.id).submission == 2 and read_identity(here.storage) is not None
 
     async def test_a_deployment_from_before_waits_where_its_runs_are_not(
         self, here: World, ray: FakeRay, tmp_path: Path

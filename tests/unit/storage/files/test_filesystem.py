@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -230,20 +228,6 @@ def test_a_new_file_that_fails_leaves_nothing_and_can_be_tried_again(
 
 def _refuse_links(*_: Any) -> None:
     raise OSError(errno.EPERM, "Operation not permitted")
-
-
-def test_importing_is_quick_and_light() -> None:
-    """Ranks import this while they recover: neither pyarrow nor anything else that is slow to load
-    may come along."""
-    script = (
-        "import sys, storage.run_dir, storage.logs.journal_writer, storage.logs.rank_logs; "
-        "print(sorted(set(sys.modules)))"
-    )
-    modules = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    ).stdout
-    for heavy in ("'pyarrow'", "'torch'", "'ray'", "'fastapi'", "'numpy'"):
-        assert heavy not in modules
 
 
 def test_a_link_that_a_run_left_does_not_lead_a_reader_out_of_the_storage(tmp_path: Path) -> None:

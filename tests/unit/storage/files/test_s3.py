@@ -18,7 +18,6 @@ from storage.files.object_store import S3ConditionalPuts
 from storage.filesystem import Storage, open_storage
 from storage.logs.journal import read_journal
 from storage.logs.journal_writer import JournalWriter
-from storage.logs.rank_logs import LogRecord, RankLogWriter, read_rank_logs
 from storage.make_bucket import main as make_bucket
 from storage.run_dir import RunDir
 from tests.support.storage_places import BUCKET, event, save
@@ -68,21 +67,6 @@ def test_reading_a_journal_asks_for_the_next_name_and_never_lists(
     idle = requests.take()
     assert len(idle) <= 2
     assert {request.split("?")[0].rsplit("/", 1)[1] for request in idle} == {"000004.jsonl"}
-
-
-def test_following_a_log_lists_directories_never_segments(
-    s3_storage: Storage, requests: Requests
-) -> None:
-    run_dir = RunDir(s3_storage, "run_a")
-    with RankLogWriter(run_dir, 1, 1, 0) as writer:
-        for n in range(5):
-            writer.write([LogRecord(float(n), "INFO", str(n))])
-    _, cursor = read_rank_logs(run_dir)
-    requests.take()
-    assert read_rank_logs(run_dir, cursor) == ([], cursor)
-    listed = [request for request in requests.take() if "list-type" in request]
-    assert all("rank-0" not in request for request in listed)
-    assert len(listed) == 2
 
 
 def test_an_upload_that_is_given_up_is_no_checkpoint(s3_storage: Storage) -> None:
@@ -170,27 +154,6 @@ def test_a_large_file_goes_up_in_parts(s3_storage: Storage) -> None:
     manifest = save(run_dir, 50, files={"model.pt": data})
     store.verify(manifest.name)
     assert store.read_file(manifest.name, "model.pt") == data
-
-
-def test_retention_asks_once_for_each_checkpoint(s3_storage: Storage, requests: Requests) -> None:
-    run_dir = RunDir(s3_storage, "run_a")
-    store = CheckpointStore(run_dir)
-    for step in (10, 20, 30):
-        written = save(run_dir, step)
-        requests.take()
-        assert store.retain(3, None, (1, 1), written) == []
-    asked = [request for request in requests.take() if request.endswith("manifest.json")]
-    assert len(asked) == len(set(asked)) == 3 and all(
-        request.startswith("HEAD") for request in asked
-    ), asked
-    fresh = CheckpointStore(RunDir(s3_storage, "run_a"))
-    assert fresh.retain(3, None, (1, 1)) == []
-    read = [
-        request
-        for request in requests.take()
-        if request.endswith("manifest.json") and request.startswith("GET")
-    ]
-    assert len(read) == len(set(read)) == 3, "who knows none reads each"
 
 
 def test_a_bucket_that_is_not_there(s3_endpoint: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import time
 import zlib
 from pathlib import Path
 
@@ -260,24 +259,6 @@ def test_opening_a_long_journal_reads_its_end_only(
     assert [one.n for one in found] == list(range(1, 2002))
 
 
-def test_opening_a_journal_of_many_segments_reads_the_last_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run_dir, files = memory_run_dir()
-    with JournalWriter(run_dir, 1) as writer:
-        for n in range(1, 300):
-            writer.append([event(n)])
-    reads: list[str] = []
-    real_read = files.read
-    monkeypatch.setattr(
-        files, "read", lambda relpath, *limit: reads.append(relpath) or real_read(relpath, *limit)
-    )
-    with JournalWriter(run_dir, 1) as writer:
-        assert (writer.last_n, writer.last_source_n("driver")) == (299, 299)
-    assert reads == ["runs/run_memory/events/s001/000299.jsonl"]
-    assert files.num_lists == 0
-
-
 def test_a_segment_that_is_not_as_it_was_written() -> None:
     run_dir, files = memory_run_dir()
     with JournalWriter(run_dir, 1) as writer:
@@ -315,34 +296,6 @@ def test_the_next_segment_is_found_without_listing(count: int) -> None:
     SegmentedLog(files, "log").append([b"new"])
     assert files.objects[f"log/{count + 1:06d}.jsonl"] == b"new\n"
     assert files.num_lists == 0
-
-
-def test_appending_a_batch_takes_a_few_milliseconds(
-    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    syncs = 0
-    real_sync = os.fdatasync
-
-    def counted(fd: int) -> None:
-        nonlocal syncs
-        syncs += 1
-        real_sync(fd)
-
-    monkeypatch.setattr(os, "fdatasync", counted)
-    points = [
-        {"step": step, "at": 1700000000.5, "values": {"loss": 0.25, "lr": 0.001}}
-        for step in range(10)
-    ]
-    durations: list[float] = []
-    with JournalWriter(RunDir(local_storage, "run_a"), 1) as writer:
-        for first in range(1, 1001, 20):
-            started = time.thread_time()
-            writer.append(
-                [event(n, EventKind.METRICS, points=points) for n in range(first, first + 20)]
-            )
-            durations.append(time.thread_time() - started)
-    assert syncs == 50, "one for each batch"
-    assert sorted(durations)[25] < 0.005, "of processor time, beside the one sync"
 
 
 def test_lines_are_one_json_object_each(local_storage: Storage) -> None:

@@ -3,7 +3,6 @@ out."""
 
 from __future__ import annotations
 
-import ast
 import copy
 import pickle
 import shutil
@@ -132,13 +131,6 @@ def test_a_trainer_is_refused_by_how_it_is_called() -> None:
         trainer.train(resume_from_checkpoint="out/trainer/checkpoint-1")
 
 
-def test_parts_of_a_training_are_refused() -> None:
-    trainer = hf_trainer(Tiny())
-    trainer.add_callback(es.hf.Protect(trainer))
-    with pytest.raises(BadTask, match=r"call trainer.train\(\), not its parts"):
-        trainer._inner_training_loop(batch_size=1, args=trainer.args)
-
-
 class Net(LightningModule):
     """A module whose optimizers a test chooses."""
 
@@ -227,12 +219,6 @@ def test_loaders_that_are_made_anew_now_and_then_are_refused() -> None:
     with pytest.raises(BadTask, match=r"reload_dataloaders_every_n_epochs=2 .* set it to 1 or 0"):
         fit(reload_dataloaders_every_n_epochs=2)
     assert fit(reload_dataloaders_every_n_epochs=1).global_step == 1
-
-
-def test_other_parts_of_lightning_s_trainer_are_refused() -> None:
-    protect = es.lightning.Protect()
-    with pytest.raises(BadTask, match=r"protects Trainer.fit only; call trainer.fit\(\)"):
-        protect.on_train_start(SimpleNamespace(), SimpleNamespace())
 
 
 def accelerator(*prepared: Any) -> Accelerator:
@@ -406,14 +392,6 @@ def average(run_id: str, dies: int | None = None, *, is_kept: bool = True) -> Ke
     trainer.train()
     assert trainer.state.total_flos == 6 * 6 * 8 * 4 * 10, "also of the steps before a restart"
     return kept
-
-
-def test_nothing_that_accelerate_sets_on_a_model_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level("WARNING", logger="train_fn"):
-        average("warned")
-    assert "_is_accelerate_prepared" not in caplog.text
 
 
 def test_an_average_of_a_callback_is_kept_or_refused_in_the_first_step() -> None:
@@ -693,16 +671,3 @@ def test_a_loader_with_a_state_of_its_own_goes_on_in_a_trainer(
     if dies % 3:  # within an epoch
         with pytest.raises(DataChanged, match=part):
             train("other", rows(offset=1), **options)
-
-
-def test_lightning_s_adapter_does_without_the_library_of_the_other() -> None:
-    directory = Path(sys.modules[es.lightning.Protect.__module__].__file__ or "").parent
-    for name in ("lightning", "trainer_state"):
-        tree = ast.parse((directory / f"{name}.py").read_text())
-        found = {
-            alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in (*node.names, ast.alias(getattr(node, "module", None) or ""))
-        }
-        assert not any(each.startswith("transformers") for each in found), name

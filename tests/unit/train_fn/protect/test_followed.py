@@ -221,12 +221,6 @@ def test_a_step_that_is_saved_as_the_next_begins_goes_on_at_the_very_batch(
         assert read(second, loop, 3 * PER_EPOCH - done) == whole[done:]
 
 
-@pytest.mark.parametrize("make", [shuffled, with_generator, distributed])
-def test_epochs_have_orders_of_their_own(make: Callable[[], Any]) -> None:
-    found = [batch for batch, _ in read(FollowedLoader(make()), Loop(), 2 * PER_EPOCH)]
-    assert found[:PER_EPOCH] != found[PER_EPOCH:]
-
-
 @pytest.mark.parametrize(("limits", "num"), [({"epochs": 2}, 10), ({"steps": 7}, 7)])
 def test_it_ends_after_epochs_or_steps_of_the_run(limits: dict[str, int], num: int) -> None:
     loop = Loop()
@@ -238,12 +232,6 @@ def test_it_ends_after_epochs_or_steps_of_the_run(limits: dict[str, int], num: i
     last = FollowedLoader(shuffled())
     last.load_state_dict(again.state_dict())
     assert read(last, loop, **limits) == []
-
-
-def test_batches_of_one_step_draw_different_numbers() -> None:
-    batches = FollowedLoader(shuffled()).batches(Loop())
-    first, second = ((next(batches), torch.rand(1))[1] for _ in range(2))
-    assert first != second
 
 
 def test_fewer_ranks_go_on_at_the_same_number_of_samples() -> None:
@@ -596,25 +584,6 @@ def test_ranks_with_equal_batches_in_several_steps_are_refused(
 
 
 # ---------------------------------------------------------------- limits
-
-
-@pytest.mark.parametrize(
-    ("most_samples", "num_batches", "num_samples", "most"),
-    [
-        (None, 6, 24, None),
-        (12, 6, 24, 3),
-        (12, 3, 24, 2),  # of two ranks: at least as many
-        (1, 6, 24, 1),
-        (100, 6, 24, None),
-        (12, None, 24, None),
-        (12, 6, None, None),
-    ],
-)
-def test_a_limit_leaves_the_same_share_of_batches_as_of_samples(
-    most_samples: int | None, num_batches: int | None, num_samples: int | None, most: int | None
-) -> None:
-    ctx = cast(WorkerContext, SimpleNamespace(most_samples=most_samples))
-    assert WorkerContext.limited_batches(ctx, num_batches, num_samples) == most
 
 
 @pytest.mark.parametrize("make", [shuffled, with_generator, distributed])

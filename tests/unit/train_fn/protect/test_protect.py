@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -25,9 +24,9 @@ from storage.run_dir import RunDir
 from train_fn.errors import BadTask, DataChanged, PeersGone
 from train_fn.protect import training
 from train_fn.protect.arguments import Torn
-from train_fn.protect.commits import Boundary, Commits
+from train_fn.protect.commits import Commits
 from train_fn.protect.protected import Protected
-from train_fn.protect.training import UP_TO_LOADER, name_of
+from train_fn.protect.training import UP_TO_LOADER
 
 
 @pytest.fixture(autouse=True)
@@ -69,18 +68,6 @@ class NoState:
     pass
 
 
-class Around(torch.optim.Optimizer):
-    """Steps another optimizer, as PostLocalSGDOptimizer does."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.optim, self.param_groups = inner, inner.param_groups
-
-
-def test_an_optimizer_that_steps_another_one_is_refused(protect: Callable[..., Protected]) -> None:
-    with pytest.raises(BadTask, match="is a Around, which steps another optimizer"):
-        protect(optimizer=Around(torch.optim.SGD([torch.ones(1)])))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -106,14 +93,6 @@ def test_arguments_are_refused_by_name(
         return
     with pytest.raises(BadTask, match=words):
         protect(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("script", "name"),
-    [("train.py", "train"), ("pkg/__main__.py", "pkg"), ("_own run.py", "own-run"), ("-c", "c")],
-)
-def test_a_run_on_its_own_is_named_by_its_script(script: str, name: str) -> None:
-    assert name_of(Path(script)) == name
 
 
 def test_several_optimizers_need_a_shadow(
@@ -373,33 +352,6 @@ def test_a_loop_that_changes_what_was_restored_is_refused(
                 if state.step_number == 4:
                     raise LookupError("planned")
                 state.step(loss=train(model, optimizer, *batch))
-
-
-@pytest.mark.parametrize(
-    ("changed", "earlier", "ends_epoch", "missing"),
-    [
-        ([], [], False, None),
-        (["scheduler"], [], False, "it changes scheduler"),
-        ([], ["extra.ema"], False, "it changes extra.ema"),
-        ([], [], True, "an evaluation"),
-    ],
-)
-def test_a_commit_is_left_only_if_nothing_that_follows_it_is_missing(
-    changed: list[str], earlier: list[str], ends_epoch: bool, missing: str | None
-) -> None:
-    state: Any = SimpleNamespace(
-        changed=lambda: earlier, ends_epoch=False, note_parts=lambda **_: 0
-    )
-    boundary = Boundary(state, lambda: None)
-    boundary.is_open = False
-    boundary.commit()
-    boundary.sees_steps = True
-    state.note_unseen = lambda: None
-    boundary.close()
-    state.changed, state.ends_epoch = lambda: changed, ends_epoch
-    boundary.commit()
-    found = boundary.problem()
-    assert found is None if missing is None else found is not None and missing in found
 
 
 @pytest.mark.parametrize("torn", ["refuse", "shadow"])

@@ -15,8 +15,6 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import Check
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from storage.checkpoints.store import CheckpointStore
-from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
 from storage.run_dir import CheckpointName, RunDir
 from train_fn.ray_train.ray_checkpoints import ListTrimmer, repair_snapshot_file
@@ -142,37 +140,6 @@ def test_ray_s_list_stays_as_short_as_what_retention_keeps(tmp_path: Path) -> No
     again = reported.opened()
     assert again.latest_checkpoint_result.checkpoint.path.endswith(f"/{CheckpointName(500, 1, 1)}")
     assert reported.steps(again) == [7, 20, 498, 499, 500]
-
-
-def test_a_list_whose_checkpoints_are_all_kept_is_looked_through_seldom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reported = Reported(tmp_path, kept=(), keep_latest=1000)
-    looks: list[int] = []
-    missing = CheckpointStore.missing
-    monkeypatch.setattr(
-        CheckpointStore,
-        "missing",
-        lambda *args: (looks.append(1), missing(*args))[1],
-    )
-    reported.save(range(1, 201))
-    assert len(reported.steps(reported.manager)) == 200
-    assert len(looks) == 4, "at 16, 32, 64 and 128"
-
-
-def test_a_storage_that_cannot_be_listed_leaves_the_list_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(*_: object) -> list[str]:
-        raise StorageUnavailable("the storage is away")
-
-    reported = Reported(tmp_path, kept=(), keep_latest=1)
-    monkeypatch.setattr(CheckpointStore, "missing", missing)
-    reported.save(range(1, 21))
-    assert len(reported.steps(reported.manager)) == 20
-    monkeypatch.undo()
-    reported.save(range(21, 41))
-    assert len(reported.steps(reported.manager)) < 40
 
 
 def test_the_newest_report_stays_listed(tmp_path: Path) -> None:

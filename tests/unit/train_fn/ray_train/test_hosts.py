@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from train_fn.ray_train.group.end import Host, Hosts, end_hosts
+from train_fn.ray_train.group.end import Host, end_hosts
 from train_fn.ray_train.group.placement import Bundle
-from train_fn.ray_train.group.rank_actors import _on
 
 
 class Actor:
@@ -77,21 +76,3 @@ def test_hosts_are_ended_though_the_cluster_does_not_answer(
 
 def host(number: int, node_id: str, step: int) -> Host:
     return Host(Actor(), Bundle(None, node_id, number), 100 + number, step)  # type: ignore[arg-type]
-
-
-def test_what_is_held_is_taken_once_or_ended() -> None:
-    held = Hosts(20.0)
-    one, other = host(1, "a", 6), host(2, "a", 7)
-    held.hold([one, other])
-    assert held.take() == [one, other] and held.take() == []
-    held.hold([other])
-    held.end()
-    assert other.actor.did == ["wrote", "killed"] and one.actor.did == []
-    held.end()
-    assert other.actor.did.count("killed") == 1
-
-
-def test_a_node_with_fewer_ranks_than_hosts_uses_as_many_as_it_takes() -> None:
-    first, second, elsewhere = host(1, "a", 7), host(2, "a", 6), host(3, "b", 7)
-    assert _on({"a": 1, "b": 2}, [first, elsewhere, second]) == [first, elsewhere]
-    assert _on({}, [first]) == []

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from train_fn.ray_train.group import factory
-from train_fn.ray_train.group.factory import GroupFactory
 from train_fn.ray_train.group.left_states import may_lie_elsewhere, pieces_to_bring
 from train_fn.snapshots.election import Offer
 from train_fn.snapshots.store import Label
@@ -56,29 +51,3 @@ def test_what_the_group_lacks_of_the_newest_state_is_brought(
 ) -> None:
     """The group has nodes 0 and 1."""
     assert pieces_to_bring(offers, 2, submission=1) == brought
-
-
-def test_every_node_that_ever_ran_ranks_is_asked_whatever_may_be_placed_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Neither marks nor room nor labels of a node are looked at."""
-    asked: list[Any] = []
-    states = SimpleNamespace(bring_to=lambda chosen: asked.append(chosen))
-    monkeypatch.setattr(factory, "LeftStates", lambda *args: asked.append(args) or states)
-    lives = SimpleNamespace(step=123, bundle=SimpleNamespace(node_id="drained"), actor="process")
-    made: Any = SimpleNamespace(
-        _attempt_log=SimpleNamespace(nodes={"drained", "full", "b"}, last_step=lambda reports: 123),
-        _engine=SimpleNamespace(
-            job=SimpleNamespace(
-                run_dir="run_dir",
-                submission=2,
-                spec=SimpleNamespace(train=SimpleNamespace(sharding="none")),
-            )
-        ),
-    )
-    GroupFactory._bring(made, ["b", "c"], [], [lives])
-    nodes = {"drained", "full", "b", "c"}
-    assert asked == [("run_dir", 2, nodes, {"drained": "process"}), ["b", "c"]]
-    made._attempt_log.nodes = {"b"}
-    GroupFactory._bring(made, ["b", "c"], [], [])
-    assert len(asked) == 2, "no other node can have a state"

@@ -42,27 +42,3 @@ def test_a_node_that_does_not_give_what_is_free_there_is_not_asked_for_ever(
         and [bundle.node_id for bundle in taken] == ["a", "b", "a"]
         and bundles.unfit() == []
     )
-
-
-def test_bundles_of_hosts_stay_before_others_of_their_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    Cluster(monkeypatch)
-    bundles = Placement("run_a")
-    taken = bundles.reserve({"a": 3}, {"CPU": 1.0}, 0.0)
-    assert taken is not None
-    kept = bundles.reserve({"a": 2}, {"CPU": 1.0}, 0.0, prefer=[taken[2], taken[0]])
-    assert kept is not None
-    assert [bundle.number for bundle in kept] == [taken[2].number, taken[0].number]
-
-
-def test_bundles_are_added_only_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    Cluster(monkeypatch)
-    bundles = Placement("run_a")
-    held = bundles.reserve({"a": 2}, {"CPU": 1.0}, 0.0)
-    assert held is not None
-    added = bundles.add({"a": 1, "b": 2}, {"CPU": 1.0})
-    assert [bundle.node_id for bundle in added] == ["b", "b"]
-    taken = bundles.reserve({"a": 1, "b": 2}, {"CPU": 1.0}, 0.0)
-    assert taken is not None
-    assert {bundle.number for bundle in added} < {bundle.number for bundle in taken}

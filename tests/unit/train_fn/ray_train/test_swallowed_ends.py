@@ -16,17 +16,15 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.code import CodeStore
 from storage.filesystem import open_storage
-from storage.run_control import Stop
 from storage.run_dir import RunDir
 from tests.support.code_archives import tar_gz
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
 from train_fn.errors import StepNotWhole
-from train_fn.own_loop import Left, OwnLoop
 from train_fn.protect.commits import Commits
 from train_fn.ray_train import user_function
-from train_fn.recovery.evidence import RankError, StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 __all__ = ["own_node"]
 
@@ -316,46 +314,9 @@ def test_a_loop_that_breaks_has_reported_its_last_step_as_the_total(rank: Any) -
 # ---------------------------------------------------------------- the rule
 
 
-ERROR = LookupError("x")
-LEFT = Left(RankError(0, ErrorKind.USER, "E", "m", "", None, None, 0.0), None)
-
-
-@pytest.mark.parametrize(
-    ("stop", "left", "is_open", "raised", "failure"),
-    [
-        ("pause", None, False, None, None),
-        ("pause", None, False, ERROR, None),
-        ("cancel", None, True, ERROR, None),
-        (None, LEFT, False, None, LEFT),
-        (None, LEFT, False, ERROR, LEFT),
-        (None, None, False, ERROR, ERROR),
-        (None, None, True, ERROR, ERROR),
-        (None, None, False, None, None),
-    ],
-)
-def test_what_counts(
-    stop: Stop | None, left: Left | None, is_open: bool, raised: Any, failure: Any
-) -> None:
-    protection: Any = SimpleNamespace(step_number=3, left=left, is_open=is_open)
-    for each in (protection, None) if left is None and not is_open else (protection,):
-        assert OwnLoop(None, each, stop=stop).failure(raised) is failure  # type: ignore[arg-type]
-
-
-def test_a_loop_that_is_open_has_not_finished() -> None:
-    protection: Any = SimpleNamespace(step_number=3, left=None, is_open=True)
-    failure = OwnLoop(None, protection).failure(None)  # type: ignore[arg-type]
-    assert isinstance(failure, Exception) and "join the thread" in str(failure)
-
-
 # ---------------------------------------------------------------- trainers
 
 GALLERY = Path(__file__).parents[4] / "examples" / "gallery"
-HABITS = {
-    "stop": ("ASK()", "pause"),
-    "early end": ("END", None),
-    "error": ("raise LookupError('sample 3')", "LookupError: sample 3"),
-    "exit": ("raise SystemExit(0)", "SystemExit: the code called sys.exit(0)"),
-}
 
 
 def hugging_face(habit: str) -> str:
@@ -388,23 +349,3 @@ def lightning(habit: str) -> str:
     )
     caught = "    try:\n        trainer.fit(Net(), Digits())\n"
     return source.replace(fits, f"{caught}    except BaseException:\n        print('logged')\n")
-
-
-@pytest.mark.filterwarnings("ignore")  # of the libraries
-@pytest.mark.parametrize("trainer", [hugging_face, lightning])
-@pytest.mark.parametrize("habit", HABITS)
-def test_a_trainer_whose_end_the_script_catches(
-    habit: str, trainer: Callable[[str], str], rank: Any
-) -> None:
-    what, end = HABITS[habit]
-    ctx = rank(trainer(what), "script")
-    if habit in ("error", "exit"):
-        with pytest.raises(StepFailed) as caught:
-            user_function.train(ctx)
-        assert str(end) in caught.value.error.summary
-        return
-    assert user_function.train(ctx) == end
-    step = CheckpointStore(ctx.run_dir).list()[-1].step
-    totals = [data["total_steps"] for data in journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)]
-    told = [total for total in totals if total is not None]
-    assert 3 <= step <= 5 < told[0] and (told[-1] == step) is (habit == "early end")

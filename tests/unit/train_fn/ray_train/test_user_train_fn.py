@@ -35,7 +35,6 @@ from train_fn.ray_train.ray_checkpoints import (
     repair_snapshot_file,
 )
 from train_fn.recovery.evidence import StepFailed, describe_error
-from train_fn.recovery.settings import RecoverySettings
 from train_fn.user_code.modules import DOOR
 
 __all__ = ["own_node"]
@@ -132,13 +131,6 @@ def test_reports_are_steps_and_numbers_are_metrics(
     assert [metrics["everstep_step"] for metrics, *_ in ray_context.reported] == [1, 2, 3]
 
 
-def test_a_function_without_arguments_is_called_without(
-    storage: Storage, ray_context: RayContext
-) -> None:
-    assert own_function.train(context(storage, "nothing")) is None
-    assert len(ray_context.reported) == 1
-
-
 @pytest.mark.parametrize(
     ("stop", "kept", "num_reports"),
     [("cancel", [1], 1), ("pause", [], 1), ("pause", [0], 1), ("pause", [1], 1)],
@@ -210,13 +202,6 @@ def test_a_peer_that_is_gone_is_not_the_user_s_fault(
     with pytest.raises(StepFailed) as caught:
         own_function.train(context(storage, n=1, kept=[]))
     assert describe_error(caught.value, 0).collateral
-
-
-def test_reports_that_lie_far_apart_are_no_hang() -> None:
-    settings = RecoverySettings(
-        hang_min_s=60, hang_first_step_s=1200, hang_evaluation_s=3600
-    ).for_own_function()
-    assert (settings.hang_min_s, settings.hang_first_step_s) == (3600, 3600)
 
 
 # ---------------------------------------------------------------- Ray's list of checkpoints

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,42 +107,6 @@ def test_a_host_that_is_to_end_has_its_lender_write(begins_again: bool, host: Ho
         host.begin()
     host.made.leave_kept_state()
     assert [rank.did for rank in host.ranks] == [["leave_kept_state"], []][: len(host.ranks)]
-
-
-class Waiting:
-    """A call that waits for news, and what it returned."""
-
-    def __init__(self, host: Host) -> None:
-        self.has_trained: bool | None = None
-        self._thread = threading.Thread(target=self._wait, args=(host,), daemon=True)
-        self._thread.start()
-
-    def _wait(self, host: Host) -> None:
-        self.has_trained = host.made.watch()
-
-    def ends_within(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-
-def test_every_report_is_told_once_also_one_that_nobody_waited_for(host: Host) -> None:
-    host.made._told.news.set()  # as with every report
-    waiting = Waiting(host)
-    assert waiting.ends_within(20) and waiting.has_trained is False
-    waiting = Waiting(host)
-    assert not waiting.ends_within(0.1), "nothing to take"
-    host.tell("trained")
-    assert waiting.ends_within(20) and waiting.has_trained
-
-
-def test_the_end_of_an_earlier_attempt_is_no_news_of_the_one_that_follows(host: Host) -> None:
-    earlier = host.made._told
-    host.begin()
-    earlier.over()
-    waiting = Waiting(host)
-    assert not waiting.ends_within(0.1), "the next attempt trains"
-    host.tell("trained")
-    assert waiting.ends_within(20) and waiting.has_trained
 
 
 def test_what_a_rank_has_counted_no_later_one_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
