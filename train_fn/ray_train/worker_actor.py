@@ -138,7 +138,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     def build(self, launch: RankLaunch, job: RankJob) -> float:
         """Have the run's task built on this node, unless it is. Return the seconds that it took."""
-        if job.spec.runs_own_function or self._zygotes.has_built:
+        if job.calls_ray or self._zygotes.has_built:
             return 0.0
         return self._zygotes.build(lambda path: _order(path, launch, job), job)
 

@@ -6,23 +6,26 @@ Here it has a process of its own and no Ray, as nothing of it imports Ray: its s
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import gc
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch.multiprocessing
 
+from everstep.code import module_path, script_path
 from everstep.spec.code import CodeSpec
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import OWN_FILES, REPORTS, EventKind
 from storage.errors import StorageError
 from storage.filesystem import Storage
 from storage.run_control import Stop
+from storage.run_dir import RunDir
 from train_fn import own_loop
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, forget_frames
@@ -35,12 +38,13 @@ from train_fn.user_code.modules import (
     DOOR,
     CodeOnNode,
     add_to_path,
+    declare_missing_ops,
     files_on_node,
     imports,
     load_named,
     place_of,
 )
-from train_fn.user_code.packages import bring_packages
+from train_fn.user_code.packages import add_packages, bring_packages
 from train_fn.user_code.script_run import Interrupted, ScriptRun, close_store, prepare_script
 
 GUARANTEE = (
@@ -77,12 +81,55 @@ def calls_ray(storage: Storage, spec: RunSpec) -> bool:
         code = files_on_node(storage, spec.code.archive)
     except StorageError:
         return True
-    if spec.code.train_fn is not None:
-        path = spec.code.train_fn.partition(":")[0].replace(".", "/")
-        ends = (f"{path}.py", f"{path}/__init__.py")
-        if not any(f"/{name}".endswith(f"/{end}") for name in code.names for end in ends):
-            return True
-    return imports(code.directory, code.names, "ray")
+    return _entry_path(spec.code, code.names) is None or imports(code.directory, code.names, "ray")
+
+
+def _entry_path(code: CodeSpec, names: Collection[str]) -> str | None:
+    """Return the file of the script, or of the function's module; None if it is not among
+    ``names``."""
+    if code.train_fn is not None:
+        return module_path(names, code.train_fn.partition(":")[0])
+    return script_path(names, str(code.script))
+
+
+def build_once(spec: RunSpec, run_dir: RunDir, device: torch.device) -> None:
+    """Import what the code imports before it does anything else, in a process from which its ranks
+    are forked. Libraries may take longer than all else of a restart. What fails here fails in the
+    ranks, which tell it.
+    """
+    assert spec.code is not None
+    with suppress(Exception):
+        if spec.runtime_env is not None:
+            add_packages(spec.runtime_env.pip)
+        code = files_on_node(run_dir.storage, spec.code.archive)
+        path = _entry_path(spec.code, code.names)
+        assert path is not None
+        declare_missing_ops()  # for torchvision
+        for module, wanted in first_imports((code.directory / path).read_bytes(), code.names):
+            __import__(module, fromlist=wanted)
+
+
+def first_imports(source: bytes, names: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the modules that a file imports before its first other statement, and what it takes
+    from each. A name that a file of the archive may have ends them: such a module may do anything,
+    as set variables of the environment that the next library reads.
+
+    Args:
+        names: the archive's files.
+    """
+    own = {part for name in names for part in name.replace(".", "/").split("/")}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            found = [(alias.name, list[str]()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            found = [(node.module, [alias.name for alias in node.names])]
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        else:
+            return
+        if any(module.partition(".")[0] in own for module, _ in found):
+            return
+        yield from found
 
 
 class FunctionReports:
@@ -154,6 +201,8 @@ class FunctionReports:
 
 def train(ctx: WorkerContext) -> Stop | None:
     """Run the function to its end in a process without Ray (``run``)."""
+    if "numpy" in sys.modules:  # else all ranks and attempts would draw the zygote's numbers
+        sys.modules["numpy"].random.seed()
     try:
         return run(ctx, FunctionReports, lambda code: nullcontext())
     except StepFailed as failed:

@@ -26,7 +26,7 @@ from train_fn.ray_train.ray_internals import DataParallelTrainer, TrainContext
 from train_fn.ray_train.user_function import refused_calls
 from train_fn.recovery.evidence import StepFailed
 from train_fn.user_code import function
-from train_fn.user_code.function import calls_ray
+from train_fn.user_code.function import calls_ray, first_imports
 from train_fn.user_code.modules import DOOR, CodeOnNode, imports
 
 __all__ = ["own_node"]
@@ -171,6 +171,33 @@ def test_only_code_that_may_call_ray_keeps_rays_worker(
 ) -> None:
     ctx = context(tmp_path, "own", source, **entry)
     assert calls_ray(ctx.run_dir.storage, ctx.spec) is found
+
+
+PREFIX = """\"\"\"A script.\"\"\"
+from __future__ import annotations
+
+import os, json
+from torch.utils import data, tensorboard
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "names", "found"),
+    [
+        ("", ["train.py"], ["__future__", "os", "json", "torch.utils"]),
+        ("\nos.environ['X'] = '1'\nimport csv", ["train.py"], 4),
+        ("from .model import Net\nimport csv", ["train.py"], 4),
+        ("import model\nimport csv", ["train.py", "scripts/model.py"], 4),
+        ("import model.net\nimport csv", ["train.py", "lib/model/net/a.so"], 4),
+        ("try:\n    import csv\nexcept ImportError:\n    pass", ["train.py"], 4),
+        ("", ["train.py", "json/data.bin"], ["__future__"]),
+    ],
+)
+def test_only_libraries_that_a_file_imports_before_all_else_are_imported_ahead(
+    more: str, names: list[str], found: list[str] | int
+) -> None:
+    modules = [module for module, _ in first_imports((PREFIX + more).encode(), names)]
+    assert (len(modules) if isinstance(found, int) else modules) == found
 
 
 @pytest.mark.parametrize(
