@@ -6,8 +6,6 @@ from __future__ import annotations
 import functools
 import gc
 import io
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +19,6 @@ import torch
 from torch import nn
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.writer import CheckpointFile
 from storage.run_dir import CheckpointName
 from tests.support.one_rank import journal_of
 from tests.support.saves import (
@@ -38,7 +35,6 @@ from train_fn.checkpoints import saver as saver_module
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.save_slot import BoundaryCopies, Save
 from train_fn.checkpoints.saver import Saver
-from train_fn.node.usage import WRITER_NICENESS
 from train_fn.samples.ledger import Count
 from train_fn.state.optim import unpacked
 from train_fn.state.run_state import BestSoFar
@@ -286,29 +282,6 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
             and saved["best"]["step"] == manifest.step
         )
         assert manifest.sample_digest == saved["ledger"]["chain"]
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="threads have no priority of their own elsewhere"
-)
-def test_the_thread_that_writes_stands_back_behind_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[tuple[str, int]] = []
-    write = CheckpointFile.write
-
-    def note(file: CheckpointFile, data: Any) -> int:
-        found.append((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, 0)))
-        return write(file, data)
-
-    monkeypatch.setattr(CheckpointFile, "write", note)
-    ctx, state = make_context(tmp_path), make_state()
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    saver.save_now()
-    saver.close()
-    assert set(found) == {("checkpoint-saver", min(19, before + WRITER_NICENESS))}
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
