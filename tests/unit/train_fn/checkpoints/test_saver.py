@@ -3,9 +3,7 @@ that fails."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import io
 import threading
 import time
 from collections.abc import Iterator
@@ -133,62 +131,6 @@ def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_befor
     saver.close()
 
 
-@pytest.mark.slow
-def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
-    """Training overwrites its tensors in place as fast as it can while saves are written, each of
-    them over many steps."""
-    ctx = make_context(tmp_path, every_steps=1, keep_latest=10_000)
-    model = nn.Linear(200, 200)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = make_state(model, optimizer, steps_per_epoch=9)
-    model(torch.ones(1, 200)).sum().backward()
-    optimizer.step()
-    live = [
-        *model.parameters(),
-        *(moment for moments in optimizer.state.values() for moment in moments.values()),
-    ]
-    copies = CountedCopies(state)
-    saver = Saver(ctx, state, copies)
-    step = num_saved = 0
-    deadline = time.monotonic() + 60
-    while len(journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED)) < 15:
-        assert time.monotonic() < deadline
-        step += 1
-        state.step = step - 1
-        due = saver.is_due()
-        with torch.no_grad():
-            for tensor in live:
-                tensor.fill_(step)
-        state.step = step
-        saver.offer(due=due, is_best=False)
-        num_saved += due
-    saver.save_now()
-    saver.close()
-    committed = ctx.checkpoints.list()
-    assert 15 <= len(committed) <= num_saved + 1 < step, (
-        "saves overlapped with steps, and were merged"
-    )
-    assert copies.most_held == 1 and len(copies.places) == 1, (
-        "one copy of the state, in memory that is used again"
-    )
-    for manifest in committed:
-        read = functools.partial(ctx.checkpoints.read_file, manifest.name)
-        saved = {
-            **torch.load(io.BytesIO(read("train_state.pt"))),
-            "model": torch.load(io.BytesIO(read("model.pt"))),
-        }
-        saved["optimizer"] = unpacked(saved["optimizer"])
-        tensors: list[torch.Tensor] = []
-        take_apart(saved, tensors)
-        assert len(tensors) == len(live)
-        assert all(bool((tensor == manifest.step).all()) for tensor in tensors), manifest.name
-        assert (saved["step"], saved["epoch"], manifest.epoch) == (
-            manifest.step,
-            manifest.step // 9,
-            manifest.step // 9,
-        )
-
-
 MOST = 128
 """Values repeat after so many steps: a number of eight bits has no more."""
 
@@ -294,18 +236,6 @@ def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
         saver.save_now(is_best=step == 20)
     assert [manifest.step for manifest in ctx.checkpoints.list()] == [20, 40, 50]
     assert journal_of(ctx).steps(EventKind.CHECKPOINT_DELETED) == [10, 30]
-    saver.close()
-
-
-def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(saver_module.time, "monotonic", lambda: now[0])
-    ctx, state = make_context(tmp_path, every_steps=None, every_s=5.0), make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    assert not saver.is_due()
-    now[0] += 5
-    assert saver.is_due()
-    monkeypatch.undo()
     saver.close()
 
 
