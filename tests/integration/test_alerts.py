@@ -11,14 +11,12 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support import postgres_server
 from tests.support.api_service import spec
 from tests.support.fake_ray import FakeRay, serving
 from tests.support.name_server import NameServer
@@ -27,8 +25,6 @@ from tests.support.scripted_http import Handler, ScriptedServer, scripted
 from tests.support.service_process import wait_for
 
 PATIENCE_S = 120.0
-NUM_RUNS = 6
-LEADS = "this process reconciles now"
 
 
 @pytest.fixture
@@ -112,53 +108,6 @@ def test_a_service_that_dies_while_it_sends_sends_again_with_the_same_id(shared:
             )
         finally:
             replica.kill()
-
-
-@pytest.mark.chaos
-def test_of_two_replicas_one_sends_and_the_other_takes_over(shared: Path) -> None:
-    programs = postgres_server.binaries()
-    if programs is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install -y postgresql")
-    with ExitStack() as stack:
-        server = stack.enter_context(postgres_server.running(programs))
-        url = stack.enter_context(server.database())
-        ray = stack.enter_context(serving(FakeRay()))
-        receiver = stack.enter_context(scripted())
-        receiver.script["/hook"] = [lambda handler: handler.send(200, b"")]
-        replicas = [
-            Replica(
-                shared / f"home-{number}",
-                shared / "storage",
-                url,
-                ray.url,
-                environment(receiver),
-            )
-            for number in range(2)
-        ]
-        for replica in replicas:
-            stack.callback(replica.kill)
-        for replica in replicas:
-            replica.wait_until_ready(PATIENCE_S)
-        path = f"/v1/alerts/{watch(replicas[0], receiver)}/deliveries?limit=100"
-
-        def num_delivered() -> int:
-            items = ask(replicas[1], "GET", path)["items"]
-            return sum(each["state"] == "delivered" for each in items)
-
-        ended = [end_a_run(replicas[number % 2]) for number in range(NUM_RUNS)]
-        wait_for(lambda: num_delivered() == NUM_RUNS, PATIENCE_S, "every message")
-        leaders = [LEADS in (replica.home / "serve.log").read_text() for replica in replicas]
-        leader = leaders.index(True)
-        if sum(leaders) == 1:  # else a stalled machine has let the lease change hands
-            assert len(receiver.to("/hook")) == NUM_RUNS, "one of the two sends"
-        replicas[leader].kill()
-        if leader == 1:
-            replicas.reverse()
-        ended += [end_a_run(replicas[1]) for _ in range(NUM_RUNS)]
-        wait_for(lambda: num_delivered() == 2 * NUM_RUNS, PATIENCE_S, "the rest")
-        requests = receiver.to("/hook")
-        told = {each.headers["Everstep-Delivery"]: json.loads(each.body) for each in requests}
-        assert sorted(body["run"]["id"] for body in told.values()) == sorted(ended)
 
 
 # ---------------------------------------------------------------- URLs that lead inside

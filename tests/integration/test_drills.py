@@ -3,12 +3,7 @@ and ledger as they would be."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,57 +123,3 @@ def _once(run: RunHandle) -> bool | None:
         if report is not None and report.parity is not None
         else None
     )
-
-
-@pytest.mark.chaos
-def test_the_command_drills_and_tells(drilled: ServiceProcess) -> None:
-    run = drilled.client().runs.create(digits("drilled by hand", **LONG))
-    wait_for_step(run, 25)
-    command = [
-        str(Path(sys.executable).parent / "everstep"),
-        "drill",
-        run.id,
-        "kill_worker",
-        "--rank",
-        "1",
-        "--json",
-    ]
-    env = {**os.environ, "EVERSTEP_HOME": str(drilled.home)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["report"]["verdict"] == "worker_lost"
-    run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
-
-
-@pytest.mark.chaos
-def test_an_audit_finds_one_wrong_bit_and_the_run_ends_as_its_twin(
-    drilled: ServiceProcess,
-) -> None:
-    """At two ranks, and then at whatever is left: an elastic run has the same bits at both."""
-    epochs = 25
-
-    def audited(name: str, fraction: float) -> RunHandle:
-        spec = digits(name, epochs=epochs, workers=(1, 2))
-        spec["train"] |= {
-            "exactness": "elastic",
-            "audit_fraction": fraction,
-            "eval_every_epochs": epochs,
-        }
-        return drilled.client().runs.create(spec)
-
-    run = audited("audited", 1.0)
-    wait_for_step(run, 20)
-    drill = run.drill("corrupt_gradient", rank=1).wait(240)
-    assert (drill.state, drill.problem) == ("recovered", None)
-    assert drill.report is not None
-    assert (drill.report.verdict, drill.report.steps_lost) == ("silent_corruption", 0)
-    struck = run.attempts()[0].workers[1]
-    assert run.wait(240).status == "SUCCEEDED"
-    [failure] = run.failures()
-    assert (failure.first_rank, failure.node_id) == (1, struck.node_id)
-    assert "rank 1 computed wrongly: its gradient of micro-batch" in str(failure.exception)
-    assert run.steps_lost == 0 and run.audit_fraction == 1.0
-
-    twin = audited("twin", 0.0)
-    assert twin.wait(240).chain == run.chain is not None

@@ -27,14 +27,10 @@ from tests.support.small_disk import mounted_small_disk
 from tests.support.two_groups import only_in_chaos
 from train_fn.checkpoints.saver import REPORT_EVERY_S
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.state.run_state import NUM_POINTS
 
 pytestmark = pytest.mark.timeout(600)
 
 Begin = Callable[..., DrivenRun]
-
-OUTAGE_S = 14.0
-"""Longer than the time for which ranks once told again what the journal had not taken."""
 
 
 @pytest.fixture
@@ -260,30 +256,6 @@ def test_a_killed_journal_loses_and_doubles_nothing(begin: Begin) -> None:
     assert run.events[-1].kind is EventKind.FINISHED
 
 
-@pytest.mark.chaos
-def test_slow_steps_that_a_silent_journal_missed_are_reported_by_the_survivor(
-    begin: Begin,
-) -> None:
-    """Rank 0 dies while the journal does not answer, and few steps are made meanwhile. What has
-    reached the journal's process is lost with it."""
-    slow = {"epochs": 12, "global_batch_size": 512, "micro_batch_size": 1}
-    run = begin(spec(train=slow))
-    run.wait_for_step(2)
-    journal = run.actor_pid("JournalActor")
-    os.kill(journal, signal.SIGSTOP)
-    try:
-        time.sleep(OUTAGE_S)  # the length of the outage
-        os.kill(run.worker(0)["pid"], signal.SIGKILL)
-    finally:
-        os.kill(journal, signal.SIGKILL)
-    assert run.wait_for_end() == 0, run.describe()
-    assert len(run.of(EventKind.FAILURE)) == 1
-    check_lossless(run, 12 * 3)
-    assert {each.data["epoch"] for each in run.of(EventKind.EPOCH_COMPLETED)} == set(range(12))
-    [late] = [each for each in run.of(EventKind.METRICS) if each.attempt == 2][:1]
-    assert 1 < len(late.data["points"]) < NUM_POINTS, "so few were made in the outage"
-
-
 def test_a_killed_controller_is_replaced(begin: Begin) -> None:
     run = begin(small_spec(200), small=True)
     run.wait_for_step(30)
@@ -300,27 +272,6 @@ def test_a_killed_controller_is_replaced(begin: Begin) -> None:
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
 
-def test_the_same_user_error_at_the_same_step_twice_stops_the_run(begin: Begin) -> None:
-    run = begin(small_spec(100, 5, raise_at="40"), small=True)
-    assert run.wait_for_end() == 0, run.describe()
-    failures = run.of(EventKind.FAILURE)
-    assert [
-        (event.data["verdict"], event.data["first_rank"], event.data["step"]) for event in failures
-    ] == [
-        ("user_error", 0, 40),
-        ("user_error", 0, 40),
-    ]
-    assert failures[0].data["exception"] == "ValueError: the data of step 40 is spoilt"
-    assert "raise ValueError" in failures[0].data["evidence"]["traceback"]
-    assert {line["state"] for line in failures[0].data["evidence"]["ranks"]} == {
-        "raised",
-        "collateral",
-    }
-    finished = run.last(EventKind.FINISHED).data
-    assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error")
-    assert "step 40 twice" in finished["reason"]["message"]
-
-
 @pytest.mark.chaos
 def test_a_gpu_that_fails_is_nobodys_fault_and_the_run_goes_on_elsewhere(begin: Begin) -> None:
     run = begin(small_spec(60, 5, device_fails_at="40"), small=True)
@@ -335,32 +286,6 @@ def test_a_gpu_that_fails_is_nobodys_fault_and_the_run_goes_on_elsewhere(begin: 
     assert "nvidia-smi" in failure["evidence"]["device"]["problem"], "this machine has none"
     after = run.of(EventKind.ATTEMPT_STARTED)[1].data["workers"]
     assert failure["node_id"] not in {worker["node_id"] for worker in after}
-
-
-@pytest.mark.chaos
-def test_ranks_leave_a_draining_node_before_it_goes(begin: Begin, cluster: RayCluster) -> None:
-    run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}))
-    run.wait_for_step(20)
-    leaving = run.worker(1)["node_id"]
-    cluster.drain_node(leaving, deadline_s=30)
-    run.wait_for(lambda: run.of(EventKind.RECOVERED), "the move")
-    assert {
-        worker["node_id"] for worker in run.last(EventKind.ATTEMPT_STARTED).data["workers"]
-    }.isdisjoint({leaving})
-    failure = run.last(EventKind.FAILURE).data
-    assert (failure["verdict"], failure["node_id"], failure["budget"]) == (
-        "preemption",
-        leaving,
-        "preemptions",
-    )
-    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
-    cluster.kill_node(leaving)
-    cluster.add_node()
-    run.wait_for(lambda: run.last(EventKind.ATTEMPT_STARTED).data["world_size"] == 2, "growth")
-    run.run_dir.request_stop(1, "pause")
-    assert run.wait_for_end() == 0, run.describe()
-    assert len(run.of(EventKind.FAILURE)) == 1, "the node's end itself is no failure any more"
-    assert run.last(EventKind.FINISHED).data["reason"]["code"] == "paused_by_user"
 
 
 @pytest.mark.chaos

@@ -65,29 +65,6 @@ def _assert_ray_dashboard_knows(service: ServiceProcess, run: RunHandle) -> None
     assert httpx.get(url, timeout=30).status_code in (401, 403)
 
 
-@pytest.mark.chaos
-def test_a_forked_driver_ends_with_its_job_and_its_log_is_whole(service: ServiceProcess) -> None:
-    run = service.client().runs.create(digits("stopped in Ray", epochs=40))
-    wait_for_step(run, 5)
-    [started] = [event for event in run.events() if event.kind == "submission_started"]
-    driver = psutil.Process(int(str(started.data["driver_pid"])))
-    assert driver.ppid() == service.cluster()["fork_server_pid"]
-
-    token = (service.home / "ray_token").read_text().strip()
-    assert run.links.ray_job is not None
-    job = run.links.ray_job.rsplit("/", 1)[1]
-    url = f"{service.cluster()['dashboard_url']}/api/jobs/{job}"
-    with httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=30) as ray:
-        assert ray.post(f"{url}/stop").json() == {"stopped": True}
-        wait_for(lambda: not psutil.pid_exists(driver.pid), 60, "the driver's end")
-        wait_for(lambda: ray.get(url).json()["status"] == "STOPPED", 60, "the job's end")
-        log = ray.get(f"{url}/logs").json()["logs"]
-    assert "Running entrypoint" in log and "the driver was asked to end" in log
-    run.wait(timeout_s=180)
-    starts = [event for event in run.events() if event.kind == "submission_started"]
-    assert len(starts) == 2 and run.steps_lost == 0
-
-
 def test_cancel_commits_a_checkpoint_and_frees_the_cluster(service: ServiceProcess) -> None:
     client = service.client()
     run = client.runs.create(digits("cancelled", epochs=500))

@@ -67,25 +67,6 @@ def test_a_task_of_ones_own_loses_no_step(
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
 
-def test_a_task_that_steps_two_optimizers_loses_no_step(
-    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
-) -> None:
-    train = {"epochs": 60, "global_batch_size": 40}
-    code = {"task": "gan_task:Gan"}
-    run = begin(started, cluster, tmp_path, example("gallery"), code, train=train)
-    run.wait_for_step(150)
-    os.kill(run.worker(1)["pid"], signal.SIGKILL)
-    assert run.wait_for_end() == 0, run.describe()
-    run.check_sequence()
-    assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["worker_lost"]
-    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
-    assert {step for step, _ in run.steps()} == set(range(1, 60 * 10 + 1))
-    closed = run.of(EventKind.EPOCH_COMPLETED)
-    assert {(each.data["used_once"], each.data["missing"]) for each in closed} == {(400, 0)}
-    assert 0 <= run.last(EventKind.EVALUATED).data["metrics"]["val_accuracy"] <= 1
-    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
-
-
 SHARDED_STEPS = 16
 """Of 1,000 samples in global batches of 64."""
 

@@ -94,23 +94,6 @@ def test_a_script_goes_on_at_its_own_checkpoint_after_a_rank_died(
     assert Path(run.run_dir.work_path, "snapshot.pt").is_file()
 
 
-def test_a_script_that_exits_with_a_code_is_named_by_its_own_line(
-    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
-) -> None:
-    code = {"script": "-m pkg.train", "argv": ["--code", "3"]}
-    run = begin(started, cluster, tmp_path, package(), code, min_workers=2)
-    assert run.wait_for_end() == 0, run.describe()
-    line = 1 + PACKAGE_TRAIN.splitlines().index("        raise SystemExit(args.code)")
-    failures = [event.data for event in run.of(EventKind.FAILURE)]
-    assert {(f["verdict"], f["first_rank"], f["step"]) for f in failures} == {
-        ("user_error", 1, None)
-    }
-    assert f"train.py exited with code 3 (pkg/train.py, line {line})" in failures[0]["exception"]
-    assert failures[0]["evidence"]["place"] == f"pkg/train.py, line {line}, in main"
-    reason = run.last(EventKind.FINISHED).data["reason"]
-    assert reason["code"] == "user_error" and "step" not in reason["message"].split(":")[0]
-
-
 def test_a_package_finds_torchrun_s_environment_and_is_cancelled_at_once(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:

@@ -33,9 +33,6 @@ __all__ = ["cluster", "started"]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop"
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
-TRAINER_STEPS_PER_EPOCH = 9
-"""Of 144 samples by 2 ranks with 2 micro-batches of 4."""
-TRAINER_STEPS = 180
 STEPS_PER_EPOCH = 29
 """Of 1,797 samples in global batches of 64."""
 LIKE_A_RUN = """from train_fn.user_code.modules import declare_missing_ops
@@ -46,25 +43,6 @@ declare_missing_ops()
 SCRIPT_EPOCHS = 120
 SCRIPT_STEPS = 10 * SCRIPT_EPOCHS
 """Of 400 samples in batches of 20 on each of 2 ranks."""
-
-
-@pytest.fixture
-def trainer_run(cluster: RayCluster, tmp_path: Path) -> Iterator[DrivenRun]:
-    digest = CodeStore(open_storage(str(tmp_path))).put(pack(GALLERY)).digest
-    spec = RunSpec.model_validate(
-        {
-            "name": "trainer",
-            "code": {
-                "archive": digest,
-                "train_fn": "hf_trainer:train_fn",
-                "config": {"epochs": TRAINER_STEPS // TRAINER_STEPS_PER_EPOCH},
-            },
-            "scaling": {"min_workers": 2, "max_workers": 2},
-        }
-    )
-    run = DrivenRun(cluster, tmp_path, spec)
-    yield run
-    run.stop()
 
 
 @contextmanager
@@ -153,42 +131,6 @@ def test_a_sharded_model_loses_no_reported_step(sharded_run: DrivenRun) -> None:
     newest = CheckpointStore(run.run_dir).list()[-1]
     assert newest.step == 12 * STEPS_PER_EPOCH and len(newest.files) == 3
     CheckpointStore(run.run_dir).verify(newest.name)
-
-
-@pytest.mark.chaos
-def test_a_sharded_model_loses_no_reported_step_with_a_node(
-    cluster: RayCluster, sharded_run: DrivenRun
-) -> None:
-    """A new node takes the dead one's place; the pieces that it had come from the other one."""
-    run = sharded_run
-    run.start()
-    run.wait_for_step(60)
-    lost = run.worker(1)["node_id"]
-    cluster.kill_node(lost)
-    reported = max(step for step, _ in run.steps())
-    new = cluster.add_node()
-    assert run.wait_for_end() == 0, run.describe()
-    assert new in {run.worker(rank)["node_id"] for rank in (0, 1)}
-    found = run.last(EventKind.RESTORED).data
-    assert found["source"] == "snapshot" and found["step"] >= reported
-    assert {step for step, _ in run.steps()} == set(range(1, 12 * STEPS_PER_EPOCH + 1))
-
-
-@pytest.mark.chaos
-def test_a_trainer_of_hugging_face_loses_no_step(trainer_run: DrivenRun) -> None:
-    """Every optimizer step is a step of the run, and the last one is in the last checkpoint."""
-    run = trainer_run
-    run.start()
-    run.wait_for_step(40)
-    os.kill(run.worker(1)["pid"], signal.SIGKILL)
-    assert run.wait_for_end() == 0, run.describe()
-    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
-    first, second = (event.data for event in run.of(EventKind.RESTORED))
-    assert (first["source"], second["source"]) == ("fresh", "snapshot") and second["step"] >= 40
-    assert {step for step, _ in run.steps()} == set(range(1, TRAINER_STEPS + 1))
-    assert run.last(EventKind.TRAINING_STARTED).data["total_steps"] == TRAINER_STEPS
-    assert CheckpointStore(run.run_dir).list()[-1].step == TRAINER_STEPS
-    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
 
 LONG = pytest.mark.chaos

@@ -289,14 +289,6 @@ def _home_of(process: psutil.Process) -> str | None:
         return None
 
 
-def test_a_second_service_on_one_home_names_the_first(service: ServiceProcess) -> None:
-    assert service.process is not None
-    refused = serve(service.home, "--port", str(free_port()))
-    assert refused.returncode == 2
-    assert str(service.process.pid) in refused.stderr and "EVERSTEP_HOME" in refused.stderr
-    assert httpx.get(f"{service.url}/healthz", timeout=30).status_code == 200
-
-
 def test_a_port_in_use_is_named(home: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -328,12 +320,6 @@ def test_what_cannot_work_is_refused_with_the_way_out(
     assert said in refused.stderr
     assert "Traceback" not in refused.stderr
     assert not (home / "cluster.json").exists()
-
-
-def test_a_home_that_cannot_be_written_is_refused() -> None:
-    refused = serve(Path("/proc/nowhere"), "--port", str(free_port()))
-    assert refused.returncode == 2
-    assert "EVERSTEP_HOME" in refused.stderr
 
 
 @pytest.mark.chaos

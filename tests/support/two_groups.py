@@ -21,7 +21,6 @@ SHARED = {
         "test_service_restart.py",
     ),
     "two_nodes": (
-        "test_children.py",
         "test_driver.py",
         "test_last_save.py",
         "test_listening.py",

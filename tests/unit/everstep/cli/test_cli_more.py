@@ -19,7 +19,7 @@ from everstep.cli.main import app
 from everstep.client.address import read_contexts
 from everstep.errors import UsageError
 from everstep.wire import RunStatus
-from tests.support.api_service import ApiService, spec
+from tests.support.api_service import ApiService
 from tests.support.command_line import everstep, finish, run_cli
 from tests.support.narrow_terminal import NarrowTerminal
 from tests.support.web_browser import Browser
@@ -126,17 +126,6 @@ async def test_validate_needs_no_service_and_a_dry_run_submits_nothing(
     wrong = await everstep("validate", spec_file, "--set", "train.epochs=0", "--set", "priority=x")
     assert wrong.exit_code == 2 and "the request has 2 faults" in wrong.stderr
     assert "train.epochs" in wrong.stderr and "priority" in wrong.stderr
-
-
-async def test_a_viewer_may_not_try_what_it_may_not_submit(api: ApiService) -> None:
-    viewer = await api.client(api.token("viewer"))
-    assert (await viewer.post("/v1/validate", json=spec())).status_code == 403
-    member = await api.client(api.token("submitter", "default"))
-    assert (await member.post("/v1/validate", json=spec())).status_code == 200
-    other = await member.post("/v1/validate", json=spec(project="speech"))
-    assert other.status_code == 403
-    found = (await member.post("/v1/validate", json=spec(name="", priority="x"))).json()
-    assert {tuple(fault["loc"]) for fault in found["errors"]} == {("name",), ("priority",)}
 
 
 def test_the_catalog_is_listed_with_arguments() -> None:

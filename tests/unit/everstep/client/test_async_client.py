@@ -19,7 +19,6 @@ from everstep import (
     InvalidSpec,
     NotFound,
     RunFailed,
-    Unavailable,
 )
 from everstep.client import admin, async_client
 from everstep.client.admin import Alerts, Nodes
@@ -135,19 +134,6 @@ async def test_breaking_out_of_a_stream_closes_it(client: AsyncClient) -> None:
     assert await client.health()
 
 
-async def test_curves_are_drawn(
-    api: ApiService, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_id, journal = await api.running()
-    api.apply(run_id, [journal.steps(2, 3)])
-    run = await client.runs.get(run_id)
-    assert list(await run.metrics()) == ["loss"]
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    axes = await run.plot("loss")
-    [line] = axes.get_lines()
-    assert list(line.get_xdata()) == [1, 2, 3] and axes.get_xlabel() == "step"
-
-
 async def test_requests_are_repeated_with_pauses_in_the_loop() -> None:
     answers = [503, 503, 200]
 
@@ -158,9 +144,3 @@ async def test_requests_are_repeated_with_pauses_in_the_loop() -> None:
     transport = httpx.MockTransport(answer)
     async with AsyncClient("http://127.0.0.1:9", "evs_x", transport=transport) as client:
         assert await client.health() and answers == []
-
-
-async def test_a_service_that_is_away_is_told() -> None:
-    async with AsyncClient("http://127.0.0.1:9", "evs_x", max_tries=1) as client:
-        with pytest.raises(Unavailable, match="cannot reach the service"):
-            await client.health()

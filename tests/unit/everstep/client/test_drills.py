@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep import AuthError, Client, Conflict, DrillHandle, InvalidSpec, RunHandle, WaitTimeout
-from everstep.wire.drills import Drill, DrillKind, DrillState
+from everstep import Client, RunHandle
+from everstep.wire.drills import Drill
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService, Journal
 from tests.support.command_line import everstep
@@ -36,66 +36,6 @@ async def asked(api: ApiService, run_id: str) -> Drill:
         while not (items := (await api.get(f"/v1/runs/{run_id}/drills"))["items"]):  # noqa: ASYNC110  it comes from a thread
             await asyncio.sleep(0.01)
     return Drill.model_validate(items[0])
-
-
-async def test_a_drill_is_waited_for_to_its_report(api: ApiService) -> None:
-    run, journal = await running(api)
-    waiting = asyncio.create_task(
-        asyncio.to_thread(lambda: run.drill("kill_worker", rank=1).wait(60))
-    )
-    drill = await asked(api, run.id)
-    start(api, journal, run.id, drill)
-    recover(api, journal, run.id, 11, *range(12, 25))
-    done = await waiting
-    assert (
-        done.id == drill.id
-        and done.state is DrillState.RECOVERED
-        and done.kind is DrillKind.KILL_WORKER
-    )
-    assert (
-        done.report is not None
-        and done.report.parity is not None
-        and done.report.parity.in_parity is True
-    )
-    assert drill.id in repr(done)
-    [listed] = await asyncio.to_thread(run.drills)
-    assert listed.drill == done.drill
-    with pytest.raises(AttributeError, match="stat"):
-        done.stat  # type: ignore[attr-defined]  # noqa: B018
-
-
-async def test_a_wait_has_an_end(api: ApiService) -> None:
-    run, _ = await running(api)
-    drill: DrillHandle = await asyncio.to_thread(run.drill, DrillKind.HANG_WORKER)
-    with pytest.raises(WaitTimeout, match="is still requested"):
-        await asyncio.to_thread(drill.wait, 0.1)
-
-
-async def test_what_is_refused_is_raised(api: ApiService) -> None:
-    run, _ = await running(api)
-
-    def story() -> None:
-        with pytest.raises(InvalidSpec, match=r"rank: .* ranks 0 to 1"):
-            run.drill("kill_worker", rank=2)
-        with pytest.raises(InvalidSpec, match="kind"):
-            run.drill("kill_everything")
-        run.drill("kill_driver")
-        with pytest.raises(Conflict, match="has not been taken up yet"):
-            run.drill("kill_driver")
-        stranger = Client(api.url, api.token("submitter")).runs.get(run.id)
-        with pytest.raises(AuthError, match="needs the role admin"):
-            stranger.drill("kill_driver")
-
-    await asyncio.to_thread(story)
-
-
-async def test_drills_that_are_off_say_how_to_turn_them_on(tmp_path: Path) -> None:
-    async with ApiService(tmp_path / "off") as api:
-        run_id, _ = await api.running()
-        run = await asyncio.to_thread(Client(api.url, api.token("admin")).runs.get, run_id)
-        with pytest.raises(AuthError, match="--drills") as caught:
-            await asyncio.to_thread(run.drill, "kill_worker")
-        assert caught.value.code == "drills_disabled"
 
 
 @pytest.mark.parametrize("as_json", [False, True])

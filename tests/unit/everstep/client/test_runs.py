@@ -16,8 +16,6 @@ from everstep import (
     AuthError,
     Client,
     Conflict,
-    CorruptDownload,
-    InvalidSpec,
     NotFound,
     RunFailed,
     RunHandle,
@@ -66,30 +64,6 @@ async def test_a_run_is_made_found_and_listed(client: Client) -> None:
         assert caught.value.code == "idempotency_conflict"
 
     await asyncio.to_thread(story)
-
-
-async def test_more_runs_than_a_page_holds_are_all_listed(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transport, "PAGE_SIZE", 3)
-
-    def story() -> None:
-        made = [client.runs.create(spec(name=f"run {number}")).id for number in range(7)]
-        assert sorted(run.id for run in client.runs.list()) == sorted(made)
-
-    await asyncio.to_thread(story)
-
-
-async def test_every_fault_of_a_spec_comes_back_by_name(client: Client) -> None:
-    with pytest.raises(InvalidSpec) as caught:
-        await asyncio.to_thread(
-            client.runs.create, spec(train={"epochs": 0, "epoks": 1}, scaling={"max_workers": "2"})
-        )
-    assert [".".join(map(str, fault.loc)) for fault in caught.value.errors] == [
-        "train.epochs",
-        "train.epoks",
-        "scaling.max_workers",
-    ]
 
 
 async def test_waiting_ends_with_the_run(api: ApiService, client: Client) -> None:
@@ -197,25 +171,6 @@ async def test_logs_are_followed_until_the_run_has_ended(api: ApiService, client
     ]
 
 
-async def test_metrics_attempts_samples_and_goodput(api: ApiService, client: Client) -> None:
-    run, journal = await running(api, client)
-    api.apply(run.id, [journal.steps(2, loss=0.5, lr=0.1), journal.steps(3, loss=None)])
-
-    def story() -> None:
-        assert [(step, value) for step, _, value in run.metrics("loss")["loss"]] == [
-            (1, 0.5),
-            (2, 0.5),
-            (3, None),
-        ]
-        assert run.metrics().keys() == {"loss", "lr"}
-        [attempt] = run.attempts()
-        assert [worker.rank for worker in attempt.workers] == [0, 1] and attempt.ended_at is None
-        assert run.samples().epochs == () and run.failures() == []
-        assert run.goodput().wall_s >= 0
-
-    await asyncio.to_thread(story)
-
-
 async def test_actions_and_what_is_illegal_now(api: ApiService, client: Client) -> None:
     run, journal = await running(api, client)
 
@@ -281,18 +236,6 @@ async def test_checkpoints_are_fetched_by_step_latest_and_best(
 
     await asyncio.to_thread(story)
     assert sum(sizes) > 3 * 700_000
-
-
-async def test_a_checkpoint_that_is_damaged_in_storage_is_called_so(
-    api: ApiService, client: Client, tmp_path: Path
-) -> None:
-    run, manifests = await checkpointed(api, client)
-    store = CheckpointStore(RunDir(api.storage, run.id))
-    damaged = Path(store.path(manifests[1].name)) / "model.pt"
-    damaged.write_bytes(b"weighty" * 100_000)
-    with pytest.raises(CorruptDownload, match=r"damaged in storage.*model\.pt"):
-        await asyncio.to_thread(run.download_checkpoint, "latest", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 async def test_a_download_goes_on_where_its_connection_broke(
@@ -365,15 +308,6 @@ async def test_a_checkpoint_of_the_same_step_that_took_another_s_place_is_fetche
     )
     await asyncio.to_thread(story)
     assert broken
-
-
-async def test_cluster_catalog_and_health(client: Client) -> None:
-    def story() -> None:
-        assert [node.hostname for node in client.cluster().nodes] == ["host"]
-        assert "mini_resnet" in [entry.name for entry in client.catalog().models]
-        assert client.health() and client.ready().status == "ready"
-
-    await asyncio.to_thread(story)
 
 
 async def test_the_local_token_is_found_and_a_wrong_one_refused(

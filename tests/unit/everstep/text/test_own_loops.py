@@ -5,15 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from everstep.cli.drills import report_fields as drill_fields
 from everstep.client.notebook import run_html
 from everstep.text import events, failure, words
 from everstep.text.events import summary as ending_of
 from everstep.wire import Event, Failure
-from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.events import EventKind
 from everstep.wire.run import Links, Run, RunStatus
-from service.annexes.drills import history as drills
 from service.model.rows import EventRow
 from service.projections import attempts
 
@@ -64,16 +61,6 @@ def test_reports_of_a_function_are_called_so_and_the_work_between_them_is_said()
     assert words in failure.story(found)[-1] and words in failure.sentence(found)
     unknown = {**cost, "since_report_s": None}
     assert events.event(event(EventKind.RECOVERED, **unknown)).endswith("2 reports lost")
-
-
-def test_a_run_without_steps_claims_none_lost() -> None:
-    def lost(**fields: int) -> str:
-        return failure.of_run(Run.model_construct(**fields))
-
-    assert lost(restarts=1, step=0, steps_lost=0) == "no steps reported"
-    assert lost(restarts=0, step=0, steps_lost=0) == "0 steps lost"
-    assert lost(restarts=1, step=9, steps_lost=0) == "0 steps lost"
-    assert lost(restarts=1, step=0, steps_lost=3) == "3 steps lost"
 
 
 def test_a_run_whose_steps_are_reports_says_how_long_was_done_again() -> None:
@@ -127,54 +114,3 @@ def test_a_script_that_succeeded_without_steps_is_at_none() -> None:
     assert summary(status="CANCELLED", step=0, restarts=0).startswith("CANCELLED at step 0; ")
     ended = Run.model_construct(status="SUCCEEDED", step=0, total_steps=None)
     assert words.progress(ended) == "none reported"
-
-
-def test_a_run_that_trains_without_steps_names_none() -> None:
-    def where(**fields: Any) -> str:
-        known = {"step": 0, "total_steps": None, "guarantee": "up to you", "status": "RUNNING"}
-        return words.where(Run.model_construct(**{**known, **fields}))
-
-    assert where() == "RUNNING" and where(status="FAILED") == "FAILED"
-    assert where(step=3) == "RUNNING at step 3"
-    assert where(total_steps=9) == "RUNNING at step 0/9", "a task counts its steps"
-    assert where(guarantee=None, status="QUEUED") == "QUEUED at step 0", "it has not begun"
-
-
-def drill_of(source: str, unit: str | None = None, lost: int | None = None) -> Drill:
-    history: list[tuple[EventKind, dict[str, Any]]] = [
-        (EventKind.DRILL_REQUESTED, {"id": "d", "kind": "kill_worker", "rank": 1}),
-        (EventKind.DRILL_STARTED, {"id": "d", "kind": "kill_worker", "rank": 1}),
-        (EventKind.FAILURE, FAILED),
-        (EventKind.RESTORED, {"step": 0, "source": source, "checkpoint": None, "unit": unit}),
-        (EventKind.RECOVERED, {**RECOVERED, "steps_lost": lost, "since_report_s": 3.0}),
-    ]
-    rows = [
-        EventRow(number, float(number), kind, 1, 1 if number < 3 else 2, data)
-        for number, (kind, data) in enumerate(history)
-    ]
-    [story] = drills.stories(rows)
-    return drills.drill(story, [])
-
-
-def test_a_drill_of_a_script_is_complete_and_claims_no_parity() -> None:
-    found = drill_of("own_files")
-    assert found.kind is DrillKind.KILL_WORKER and found.complete and found.report is not None
-    assert (found.report.parity, found.report.steps_lost) == (None, None)
-    assert "is not known" in str(found.report.note)
-    assert not drill_of("fresh").complete
-
-
-def test_a_drill_of_a_function_says_that_its_steps_are_reports() -> None:
-    found = drill_of("checkpoint", "reports")
-    assert found.report is not None and "of 3.0 s" in str(found.report.note)
-    other = drill_of("checkpoint")
-    assert other.report is not None and other.report.note is None
-    [[label, text]] = [
-        field
-        for field in drill_fields(drill_of("checkpoint", "reports", 2).report)
-        if "lost" in field[0]
-    ]
-    assert label == "reports lost"
-    assert text == "2 reports lost and at most 3.0 s of work since the last one done again"
-    steps = dict(drill_fields(drill_of("checkpoint", lost=2).report))
-    assert steps["steps lost"] == "2 steps lost" and "reports lost" not in steps

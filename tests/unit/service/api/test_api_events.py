@@ -213,34 +213,6 @@ async def test_a_stream_ends_with_its_token(
     reading[1].cancel()
 
 
-async def test_confirming_many_followers_costs_one_question(
-    api: ApiService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(streams_module, "CONFIRM_S", 3600.0)
-    run_id, _ = await api.running()
-    streams = [Stream(api.http, f"/v1/runs/{run_id}/events") for _ in range(30)]
-    reading = [asyncio.create_task(stream.read()) for stream in streams]
-    await asyncio.gather(*(stream.wait_for(0, comments=1) for stream in streams))
-    asked: list[int] = []
-    still_valid = api.context.tokens.still_valid
-    monkeypatch.setattr(
-        api.context.tokens,
-        "still_valid",
-        lambda wanted: asked.append(len(wanted)) or still_valid(wanted),
-    )
-    await api.context.followers.confirm()
-    assert asked == [1], "30 streams of one token are one to look for"
-    for task in reading:
-        task.cancel()
-    await asyncio.gather(*reading, return_exceptions=True)
-    async with asyncio.timeout(30):
-        while api.context.followers.num_open:  # noqa: ASYNC110  the server notices by and by that they are gone
-            await asyncio.sleep(0.02)
-    await api.context.followers.confirm()
-    assert asked == [1], "with no stream open nothing is asked"
-
-
 async def test_a_deleted_run_ends_its_streams(api: ApiService) -> None:
     run_id = await api.create()
     stream = Stream(api.http, f"/v1/runs/{run_id}/events")
@@ -323,23 +295,6 @@ async def test_many_followers_cost_one_query_a_tick(
     }
     assert len(fetches) <= 2, "events are fetched once for all"
     assert set(calls) <= {1}, "one query for all followers"
-
-
-async def test_a_follower_that_starts_far_behind_catches_up(api: ApiService) -> None:
-    run_id, journal = await api.running()
-    api.apply(
-        run_id,
-        [
-            journal.event(EventKind.WAITING, code="waiting_for_capacity", message=str(n))
-            for n in range(3000)
-        ],
-    )
-    api.apply(run_id, finish(journal))
-    stream = Stream(api.http, f"/v1/runs/{run_id}/events")
-    async with asyncio.timeout(60):
-        await stream.read()
-    row = api.runs.get(run_id)
-    assert row is not None and stream.ids == list(range(1, row.last_seq + 1))
 
 
 async def test_large_events_come_in_pages_and_streams_of_bounded_size(api: ApiService) -> None:

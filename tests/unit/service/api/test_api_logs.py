@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from typing import Any
 
 import pytest
 
@@ -205,58 +203,3 @@ async def test_bad_log_parameters(api: ApiService, query: str) -> None:
     run_id = await api.create()
     answer = await api.http.get(f"/v1/runs/{run_id}/logs?{query}")
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
-
-
-async def test_followers_share_their_looks_at_storage(
-    api: ApiService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_id = await api.create()
-    Ranks(api, run_id).log(1, 0, (1, "a"))
-    looks: list[Any] = []
-    read = log_views.read_rank_logs
-    monkeypatch.setattr(
-        log_views, "read_rank_logs", lambda *args: looks.append(args) or read(*args)
-    )
-    streams = [Stream(api.http, f"/v1/runs/{run_id}/logs?follow=true") for _ in range(20)]
-    reading = asyncio.gather(*(stream.read() for stream in streams))
-    await asyncio.gather(*(stream.wait_for(1) for stream in streams))
-    assert len(looks) < 10
-    api.runs.request_stop(run_id, "cancel")
-    async with asyncio.timeout(60):
-        await reading
-
-
-async def test_lines_whose_times_jump_are_sorted_once_a_look_and_in_a_thread(
-    api: ApiService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each batch with one early line had sorted all lines before it, in the event loop."""
-    sorts: list[bool] = []
-
-    def counted(times: bytes) -> Any:
-        sorts.append(threading.current_thread() is threading.main_thread())
-        return in_order(times)
-
-    in_order = log_views._in_order_of_time
-    monkeypatch.setattr(log_views, "_in_order_of_time", counted)
-    monkeypatch.setattr(log_views, "_SORTED_IN_LOOP", 500)
-    monkeypatch.setattr(log_views, "POLL_S", 0.0)
-    run_id = await api.create()
-    ranks = Ranks(api, run_id)
-    times = [n % 1000 and float(n) for n in range(5000)]
-    ranks.log(1, 0, *((at, f"line {n}") for n, at in enumerate(times, start=1)))
-    view = api.context.logs.view(run_id, None, None)
-    assert (await view.newest(), sorts) == (5000, [False])
-    expected = sorted(range(1, 5001), key=lambda n: (times[n - 1], n))
-    shown = await view.read_in_time(0, 1500)
-    assert [line.seq for line in shown] == expected[:1500]
-    assert [line.message for line in shown] == [f"line {n}" for n in expected[:1500]]
-    assert (view.place_in_time(4001), view.line_at(4)) == (4, 4001)
-    ranks.log(1, 1, (5000.5, "the last"), (4999.5, "a little late"))
-    assert (await view.newest(), sorts) == (5002, [False]), "few lines change places"
-    assert [line.message for line in await view.read_in_time(4999, 5002)] == [
-        "line 5000",
-        "a little late",
-        "the last",
-    ]
-    ranks.log(1, 2, (-1.0, "before all"))
-    assert (await view.newest(), sorts, view.line_at(0)) == (5003, [False, False], 5003)

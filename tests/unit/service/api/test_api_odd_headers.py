@@ -92,7 +92,6 @@ ODD = (
         b"\t",
     ),
 )
-FORM = b"application/x-www-form-urlencoded"
 STREAMS = (("accept", b"text/event-stream"),)
 
 

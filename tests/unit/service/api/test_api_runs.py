@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import quote
@@ -13,8 +12,6 @@ import pytest
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Run
-from service.api.context import KeptAnswers
-from service.model.run_rows import RunHead
 from tests.support.api_service import NOON, ApiService, spec
 from tests.support.problems import problem
 
@@ -216,13 +213,6 @@ async def test_runs_that_do_not_exist(api: ApiService, run_id: str) -> None:
     problem(await api.http.delete(f"/v1/runs/{run_id}"), 404, "not_found")
 
 
-async def test_unknown_paths_and_methods(api: ApiService) -> None:
-    problem(await api.http.get("/v1/nothing"), 404, "not_found")
-    answer = await api.http.put("/v1/runs")
-    problem(answer, 405, "method_not_allowed")
-    assert "GET" in answer.headers["allow"] or "POST" in answer.headers["allow"]
-
-
 # ---------------------------------------------------------------- stopped, resumed, deleted
 
 
@@ -263,21 +253,3 @@ async def test_what_was_answered_of_an_ended_run_is_answered_again_until_it_chan
     assert {run["links"]["ray_dashboard"] for run in second.values()} == {"http://elsewhere:8265"}
     assert (await api.http.delete(f"/v1/runs/{ended}")).status_code == 204
     assert [run["id"] for run in (await api.get("/v1/runs"))["items"]] == [waiting]
-
-
-def test_answers_that_were_not_asked_for_longest_make_room() -> None:
-    kept = KeptAnswers(most_bytes=2000)
-    heads = [RunHead(f"run_{index}", 0.0, 1) for index in range(3)]
-    answers = [random.Random(index).randbytes(600) for index in range(3)]
-    for head, answer in zip(heads[:2], answers, strict=False):
-        kept.keep(head, "x", answer)
-    assert [kept.get(head, "x") for head in (heads[1], heads[0])] == [answers[1], answers[0]]
-    kept.keep(heads[2], "x", answers[2])
-    assert [kept.get(head, "x") is not None for head in heads] == [True, False, True]
-    assert (
-        kept.get(heads[0], "y") is None and kept.get(heads[0]._replace(row_version=2), "x") is None
-    )
-    kept.keep(heads[0], "x", random.Random(3).randbytes(5000))
-    assert [kept.get(head, "x") for head in heads] == [None, None, None], (
-        "one that is larger than the room is not kept"
-    )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 import pytest
 
 from everstep.wire import NodeLoad
 from service.cluster.ray_jobs import (
-    MOST_SUBMITS,
     JobRejected,
     RayEndpoint,
     RayJobs,
@@ -42,20 +39,6 @@ async def test_answers_become_errors_that_say_what_happened() -> None:
             fake.broken, fake.token = False, "another"
             with pytest.raises(RayRefused):
                 await ray.version()
-
-
-async def test_a_hundred_jobs_are_submitted_some_at_a_time() -> None:
-    ids = [f"run_{number}-s001" for number in range(100)]
-    with serving(FakeRay()) as fake:
-        async with RayJobs(lambda: RayEndpoint(fake.url, fake.token)) as ray:
-            fake.answers.clear()
-            submits = [asyncio.create_task(ray.submit(job_id, "true", {})) for job_id in ids]
-            async with asyncio.timeout(20):
-                while len(fake.submissions) < MOST_SUBMITS:  # noqa: ASYNC110  a thread of its own answers
-                    await asyncio.sleep(0.01)
-            fake.answers.set()
-            assert await asyncio.gather(*submits) == ids
-    assert sorted(fake.submissions) == sorted(ids) and fake.most_waiting == MOST_SUBMITS
 
 
 async def test_nodes_carry_hostnames_and_drains() -> None:

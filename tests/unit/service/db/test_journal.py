@@ -15,10 +15,8 @@ from everstep.wire.events import EventKind
 from service.db.engine import Unstorable
 from service.db.events import EventPage, EventStore, JournalGap, SeriesStore
 from service.db.runs import RunStore
-from service.db.tables import metrics
 from service.model.rows import METRIC_NAME_CHARS, EventRow
 from service.model.run_rows import RunRow
-from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
 from service.reconciler.tail import JournalTail
 from storage.filesystem import open_storage
@@ -154,25 +152,6 @@ def test_a_whole_run(stores: Stores) -> None:
     assert stores.series.names(run.id) == ["loss", "val_accuracy"]
 
 
-def test_a_repeated_batch_changes_nothing(stores: Stores) -> None:
-    run, batch = stores.submitted(), whole_run()[:8]
-    first = stores.events.apply_journal(run.id, 1, batch, "new")
-    assert stores.events.apply_journal(run.id, 1, batch, "old") == first
-    assert stores.events.apply_journal(run.id, 1, batch[:3], "older") == first
-    assert first.journal_cursor == "new"
-
-
-def test_a_batch_that_overlaps_adds_its_rest(stores: Stores) -> None:
-    run, batch = stores.submitted(), whole_run()
-    stores.events.apply_journal(run.id, 1, batch[:6], "six")
-    ended = stores.events.apply_journal(run.id, 1, batch[3:], "end")
-    assert (ended.journal_n, ended.journal_cursor) == (len(batch), "end")
-    kinds = [
-        row.kind for row in stores.history(run.id) if row.kind not in ("status", "run_created")
-    ]
-    assert kinds == [str(event.kind) for event in batch]
-
-
 def test_a_gap_is_refused_and_nothing_is_written(stores: Stores) -> None:
     run, batch = stores.submitted(), whole_run()
     before = stores.events.apply_journal(run.id, 1, batch[:4], "four")
@@ -235,11 +214,6 @@ def test_nothing_is_heard_after_the_end(stores: Stores) -> None:
     run = stores.submitted()
     ended = stores.runs.transition(run.id, RunStatus.STARTING, RunStatus.CANCELLED)
     assert stores.events.apply_journal(run.id, 1, whole_run(), "end") == ended
-
-
-def test_a_deleted_run_is_a_conflict(stores: Stores) -> None:
-    with pytest.raises(TransitionConflict):
-        stores.events.apply_journal("run_000000000000", 1, whole_run(), "end")
 
 
 def test_an_event_that_makes_no_sense_does_not_stop_the_tail(stores: Stores) -> None:
@@ -380,7 +354,3 @@ def test_a_value_that_the_database_cannot_hold_is_no_trouble_of_the_database(
         return
     with pytest.raises(Unstorable, match="NUL"):
         stores.runs.get("run_\x00")
-
-
-def test_a_series_name_is_as_long_as_its_column() -> None:
-    assert metrics.c.name.type.length == METRIC_NAME_CHARS  # type: ignore[attr-defined]

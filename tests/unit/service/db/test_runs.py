@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -78,18 +77,6 @@ def test_an_id_that_is_taken_is_drawn_again(
     assert create(runs).id == "run_000000000001"
 
 
-def test_idempotency_key_gives_the_same_run_once(runs: RunStore) -> None:
-    key = IdempotencyKey("tok_a", "key", "body")
-    wanted = parse_spec(spec())
-    run, is_new = runs.create(wanted, "tok_a", key)
-    again, is_new_again = runs.create(wanted, "tok_a", key)
-    assert (is_new, is_new_again, again.id) == (True, False, run.id)
-    with pytest.raises(IdempotencyConflict, match="another body"):
-        runs.create(wanted, "tok_a", IdempotencyKey("tok_a", "key", "other"))
-    other, is_new = runs.create(wanted, "tok_b", IdempotencyKey("tok_b", "key", "body"))
-    assert is_new and other.id != run.id, "keys of two tokens never meet"
-
-
 def test_a_key_of_a_deleted_run_stays_used(runs: RunStore) -> None:
     key = IdempotencyKey("tok_a", "key", "body")
     run, _ = runs.create(parse_spec(spec()), "tok_a", key)
@@ -97,40 +84,6 @@ def test_a_key_of_a_deleted_run_stays_used(runs: RunStore) -> None:
     runs.delete(run.id)
     with pytest.raises(IdempotencyConflict, match="was deleted"):
         runs.create(parse_spec(spec()), "tok_a", key)
-
-
-def test_one_key_from_many_threads_makes_one_run(runs: RunStore) -> None:
-    key = IdempotencyKey("tok_a", "key", "body")
-    barrier = threading.Barrier(8)
-
-    def submit(_: int) -> tuple[str, bool]:
-        barrier.wait()
-        run, is_new = runs.create(parse_spec(spec()), "tok_a", key)
-        return run.id, is_new
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(submit, range(8)))
-    assert len({run_id for run_id, _ in answers}) == 1
-    assert sum(is_new for _, is_new in answers) == 1
-    assert len(runs.find(RunFilter(), 100)) == 1
-
-
-def test_pages_cover_every_run_once_even_within_one_moment(
-    runs: RunStore, clock: ManualClock
-) -> None:
-    made = []
-    for index in range(25):
-        clock.now = NOON + index // 5
-        made.append(create(runs).id)
-    seen: list[str] = []
-    before = None
-    while page := runs.find(RunFilter(), 4, before):
-        seen += [run.id for run in page]
-        before = (page[-1].created_at, page[-1].id)
-    assert sorted(seen) == sorted(made) and len(seen) == 25
-    assert [run.created_at for run in runs.find(RunFilter(), 100)] == sorted(
-        (NOON + index // 5 for index in range(25)), reverse=True
-    )
 
 
 @pytest.mark.parametrize(
@@ -174,27 +127,6 @@ def test_pages_of_every_kind_are_the_whole_list_cut(
     assert [run.created_at for run in seen] == sorted(
         (run.created_at for run in seen), reverse=True
     )
-
-
-def test_filters(runs: RunStore) -> None:
-    a = create(runs, name="a", project="p1", tags={"team": "vision", "stage": "dev"})
-    b = create(runs, name="b", project="p1", tags={"team": "speech"})
-    c = create(runs, name="a", project="p2")
-    runs.request_stop(c.id, "cancel")
-
-    def ids(**fields: Any) -> set[str]:
-        return {run.id for run in runs.find(RunFilter(**fields), 100)}
-
-    assert ids(project="p1") == {a.id, b.id}
-    assert ids(name="a") == {a.id, c.id}
-    assert ids(statuses=(RunStatus.CANCELLED,)) == {c.id}
-    assert ids(statuses=(RunStatus.CANCELLED, RunStatus.QUEUED)) == {a.id, b.id, c.id}
-    assert ids(tags=(("team", "vision"),)) == {a.id}
-    assert ids(tags=(("team", None),)) == {a.id, b.id}
-    assert ids(tags=(("team", "vision"), ("stage", "dev"))) == {a.id}
-    assert ids(search="SPEE") == {b.id} and ids(search="zzz") == set()
-    assert ids(tags=(("team", "vision"), ("stage", "prod"))) == set()
-    assert ids(name="a", project="p2", statuses=(RunStatus.CANCELLED,)) == {c.id}
 
 
 def test_filters_hold_together_whatever_they_are(runs: RunStore) -> None:
@@ -276,14 +208,6 @@ def test_a_transition_is_guarded_by_status_and_submission(runs: RunStore) -> Non
     assert gone.value.found is None
 
 
-def test_a_failed_transition_writes_nothing(runs: RunStore, events: EventStore) -> None:
-    run = create(runs)
-    with pytest.raises(TransitionConflict):
-        runs.transition(run.id, RunStatus.QUEUED, RunStatus.RUNNING, columns={"priority": 9})
-    assert runs.get(run.id) == run
-    assert len(events.after(run.id, 0, 100)) == 2
-
-
 def test_one_of_many_claims_wins(runs: RunStore) -> None:
     run = create(runs)
     barrier = threading.Barrier(8)
@@ -348,22 +272,6 @@ def test_reasons_are_said_in_one_go_where_runs_are_as_they_were(runs: RunStore) 
     assert {row.reason for row in runs.live()} == {None}
 
 
-@pytest.mark.parametrize(
-    ("stop", "status", "code"),
-    [
-        ("cancel", RunStatus.CANCELLED, ReasonCode.CANCELLED_BY_USER),
-        ("pause", RunStatus.PAUSED, ReasonCode.PAUSED_BY_USER),
-    ],
-)
-def test_a_queued_run_stops_at_once(
-    runs: RunStore, stop: Any, status: RunStatus, code: ReasonCode
-) -> None:
-    stopped = runs.request_stop(create(runs).id, stop)
-    assert stopped.status == status
-    assert stopped.reason is not None and stopped.reason.code == code
-    assert stopped.stop_requested is None
-
-
 def test_a_submitted_run_is_asked_to_stop(
     runs: RunStore, events: EventStore, clock: ManualClock
 ) -> None:
@@ -383,15 +291,6 @@ def test_a_submitted_run_is_asked_to_stop(
         runs.request_stop(run.id, "pause")
     kinds = [(row.kind, row.data.get("stop")) for row in events.after(run.id, 3, 10)]
     assert kinds == [("stop_requested", "pause"), ("status", None), ("stop_requested", "cancel")]
-
-
-def test_pause_and_resume(runs: RunStore) -> None:
-    run = create(runs)
-    with pytest.raises(TransitionConflict):
-        runs.resume(run.id)
-    runs.request_stop(run.id, "pause")
-    resumed = runs.resume(run.id)
-    assert (resumed.status, resumed.reason) == (RunStatus.QUEUED, None)
 
 
 def test_only_what_has_ended_is_deleted(
@@ -453,16 +352,6 @@ def test_a_transaction_that_sqlite_gave_up_has_written_nothing(tmp_path: Path, l
     database.close()
 
 
-def test_readers_see_the_state_before_a_write_that_is_under_way(
-    database: Database, runs: RunStore
-) -> None:
-    run = create(runs)
-    with database.write() as connection:
-        connection.execute(text("UPDATE runs SET name = 'renamed'"))
-        found = runs.get(run.id)
-        assert found is not None and found.name == "digits"
-
-
 def test_a_database_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DatabaseUnavailable, match="file"):
@@ -510,20 +399,3 @@ def test_what_was_acknowledged_survives_sigkill(tmp_path: Path) -> None:
     whole = [run_id for run_id in acknowledged if RUN_ID_PATTERN.fullmatch(run_id)]
     assert len(whole) >= 200 and set(whole) <= found
     assert len(found) <= len(whole) + 1, "at most the one that was under way"
-
-
-def test_threads_that_write_never_see_a_locked_database(runs: RunStore, events: EventStore) -> None:
-    run = create(runs)
-
-    def work(index: int) -> None:
-        steps: list[Callable[[], object]] = [
-            lambda: create(runs),
-            lambda: runs.live(),
-            lambda: events.after(run.id, 0, 10),
-        ]
-        for step in range(20):
-            steps[(index + step) % 3]()
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert len(events.after(run.id, 0, 100)) == 2

@@ -15,7 +15,6 @@ from service.api.auth import (
 )
 from service.db.engine import Database
 from service.db.tokens import TokenStore
-from tests.support.api_service import NOON, ManualClock
 
 pytest_plugins = ["tests.support.database_fixtures"]
 
@@ -31,20 +30,6 @@ def test_a_token_is_found_by_its_secret_only(database: Database, tmp_path: Path)
         dump = str(connection.execute(text("SELECT * FROM tokens")).all())
     assert secret not in dump
     assert len(secret) == 47 and tokens.create("ci", "submitter", "vision")[1] != secret
-
-
-def test_expired_and_revoked_tokens_are_worthless(database: Database) -> None:
-    clock = ManualClock()
-    tokens = TokenStore(database, clock)
-    _, secret = tokens.create("short", "viewer", None, expires_at=NOON + 10)
-    clock.now += 9.9
-    assert tokens.find(secret) is not None
-    clock.now += 0.1
-    assert tokens.find(secret) is None
-    row, secret = tokens.create("revoked", "viewer", None)
-    with database.write() as connection:
-        connection.execute(text("UPDATE tokens SET revoked_at = 1 WHERE id = :id"), {"id": row.id})
-    assert tokens.find(secret) is None
 
 
 def test_the_local_token_is_made_once_and_kept(database: Database, tmp_path: Path) -> None:

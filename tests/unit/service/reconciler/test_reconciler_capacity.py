@@ -34,10 +34,6 @@ def code(admission: Admission) -> ReasonCode | None:
     return admission.reason.code if admission.reason else None
 
 
-def test_a_run_starts_when_its_least_fits() -> None:
-    assert admit([run("a", min_workers=2, max_workers=8)], [], nodes(0, 1, 1))[0].starts
-
-
 def test_one_that_can_never_fit_says_what_is_missing() -> None:
     [admission] = admit(
         [run("a", min_workers=5, max_workers=5, worker={"CPU": 2})], [], nodes(0, 2, 3)

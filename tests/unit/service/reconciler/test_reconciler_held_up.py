@@ -98,30 +98,6 @@ async def test_a_directory_that_does_not_answer(
             await here.reconciler.tick()
 
 
-async def test_many_directories_that_do_not_answer_take_a_bounded_number_of_threads(
-    here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, other = await two_runs(here, ray)
-    answers, began = threading.Event(), list[str]()
-
-    def waits(row: Any) -> Any:
-        began.append(row.id)
-        assert answers.wait(60)
-        raise AssertionError("it is too late for an answer")
-
-    monkeypatch.setattr(tail_module, "RUN_PATIENCE_S", 0.05)
-    monkeypatch.setattr(tail_module, "MOST_SLOW", 1)
-    reader = tail_module.Drains(waits)
-    rows = [here.get(one), here.get(other)]
-    try:
-        for _ in range(3):
-            found = await asyncio.to_thread(reader.read, rows)
-            assert {tail for _, tail in found.values()} == {tail_module.TailFact.BEHIND}
-        assert len(began) <= 3
-    finally:
-        answers.set()
-
-
 ODD = st.recursive(
     st.none()
     | st.booleans()
@@ -240,18 +216,6 @@ async def test_a_journal_of_odd_values_stops_no_look(here: World, ray: FakeRay) 
         asyncio.run_coroutine_threadsafe(look(lines), loop).result(60)
 
     await asyncio.to_thread(play)
-
-
-async def test_workers_of_another_type_are_left_out(here: World, ray: FakeRay) -> None:
-    one, _ = await two_runs(here, ray)
-    here.write(
-        one, 1, (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": [5]}), *STARTED[1:], STEPS
-    )
-    await here.reconciler.tick()
-    await here.reconciler.tick()
-    assert (here.get(one).workers, here.get(one).step) == ([], 7), (
-        "what comes behind it still counts"
-    )
 
 
 async def test_a_journal_with_a_gap_stops_no_look(here: World, ray: FakeRay) -> None:

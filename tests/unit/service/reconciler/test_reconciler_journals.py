@@ -39,30 +39,6 @@ async def test_a_journal_becomes_status_metrics_and_end(here: World) -> None:
     assert seqs == list(range(1, len(seqs) + 1))
 
 
-async def test_a_journal_that_has_not_grown_is_not_read_again(
-    here: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[str] = []
-
-    def counted(run_dir: RunDir, *more: Any, **options: Any) -> Any:
-        reads.append(run_dir.run_id)
-        return read_journal(run_dir, *more, **options)
-
-    monkeypatch.setattr("service.reconciler.tail.read_journal", counted)
-    run = here.create()
-    await here.reconciler.tick()
-    here.write(run.id, 1, (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}))
-    for _ in range(2):
-        await here.reconciler.tick()
-    assert here.get(run.id).world_size == 2
-    reads.clear()
-    await here.reconciler.tick()
-    assert reads == []
-    here.write(run.id, 1, (EventKind.ATTEMPT_ENDED, {"cause": "resized", "last_step": 0}), first=2)
-    await here.reconciler.tick()
-    assert reads == [run.id] and here.get(run.id).world_size is None
-
-
 async def test_a_new_process_reads_on_where_the_last_one_stopped(
     here: World, tmp_path: Path, ray: FakeRay
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from everstep.wire.events import EventKind
 from service.reconciler import scrub as scrub_module
-from service.reconciler.loop import Background
 from service.reconciler.scrub import Pace, Scrubber, ScrubRule, ScrubStopped
 from service.storage_identity import KeptSteps
 from storage.checkpoints.store import CheckpointStore
@@ -184,28 +183,3 @@ def test_the_pace_is_the_rate_and_a_stop_ends_it_at_once(monkeypatch: pytest.Mon
     stopping.set()
     with pytest.raises(ScrubStopped):
         pace(1)
-
-
-async def test_background_work_is_never_done_twice_at_a_time_and_tells_its_errors() -> None:
-    import asyncio
-
-    begun, go = 0, asyncio.Event()
-
-    async def work() -> None:
-        nonlocal begun
-        begun += 1
-        await go.wait()
-        raise LookupError("told")
-
-    background = Background(0.0, work)
-    background.tick()
-    await asyncio.sleep(0)
-    background.tick()
-    await asyncio.sleep(0)
-    assert begun == 1
-    go.set()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    with pytest.raises(LookupError, match="told"):
-        background.tick()
-    await background.close()

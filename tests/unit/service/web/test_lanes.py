@@ -7,7 +7,7 @@ from typing import Any
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 from service.web import rendering as curves
-from service.web.run_page import MOST_RANKS, MOST_SEGMENTS, Fault, lanes
+from service.web.run_page import Fault, lanes
 
 
 def history(*entries: tuple[float, EventKind, int, dict[str, Any]]) -> list[EventRow]:
@@ -59,36 +59,6 @@ def test_a_group_whose_driver_died_ends_where_the_next_begins_and_finished_ones_
     assert found is not None and found.end == 30
     assert [(part.start, part.end) for part in found.lanes[0].segments] == [(10, 15), (20, 30)]
     assert lanes([], now=5) is None
-
-
-def test_of_many_ranks_the_lowest_are_drawn_and_those_that_failed() -> None:
-    group = workers(*range(MOST_RANKS + 10))
-    failure = {"first_rank": MOST_RANKS + 5, "verdict": "hang"}
-    found = lanes(
-        history((1, EventKind.ATTEMPT_STARTED, 1, group), (5, EventKind.FAILURE, 1, failure)), now=9
-    )
-    assert found is not None and found.num_ranks_left_out == 9
-    assert [lane.rank for lane in found.lanes][-1] == MOST_RANKS + 5
-
-
-def test_of_many_attempts_the_newest_are_drawn() -> None:
-    entries = [
-        (float(at), EventKind.ATTEMPT_STARTED, at, workers(0, 1)) for at in range(1, MOST_SEGMENTS)
-    ]
-    found = lanes(history(*entries), now=MOST_SEGMENTS)
-    assert found is not None and found.end == MOST_SEGMENTS
-    assert sum(len(lane.segments) for lane in found.lanes) == MOST_SEGMENTS
-    assert found.num_attempts_left_out == MOST_SEGMENTS - 1 - MOST_SEGMENTS // 2
-
-
-def test_training_and_validation_share_a_chart_and_the_loss_is_first() -> None:
-    names = ["val_loss", "lr", "val_accuracy", "loss", "accuracy", "val_"]
-    assert [(chart["title"], chart["names"]) for chart in curves.charts(names)] == [
-        ("loss", ["loss", "val_loss"]),
-        ("accuracy", ["accuracy", "val_accuracy"]),
-        ("lr", ["lr"]),
-        ("val_", ["val_"]),
-    ]
 
 
 def test_restarts_are_marked_with_what_they_followed() -> None:

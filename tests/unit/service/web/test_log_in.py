@@ -193,14 +193,6 @@ async def test_a_log_in_form_from_another_site_is_refused(api: ApiService) -> No
     assert answer.status_code == 403 and "set-cookie" not in answer.headers
 
 
-async def test_the_cookie_is_no_token_of_the_api_and_the_token_no_cookie(api: ApiService) -> None:
-    run_id, _ = await api.running()
-    browser = await Browser.logged_in(api, api.token("admin"))
-    assert browser.http.cookies[COOKIE]
-    assert (await browser.http.post(f"/v1/runs/{run_id}/cancel")).status_code == 401
-    assert (await api.http.get("/runs", headers={"Accept": "text/html"})).status_code == 303
-
-
 async def test_roles_and_projects_hold_on_pages(api: ApiService) -> None:
     run_id, _ = await api.running(project="vision")
     viewer = await Browser.logged_in(api, api.token("viewer", "vision"))

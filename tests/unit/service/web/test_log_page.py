@@ -31,20 +31,6 @@ async def shown(browser: Browser, path: str) -> tuple[list[str], str]:
     return re.findall(r">(at [0-9.]+)<", html), unescape(older[0]) if older else ""
 
 
-async def test_lines_of_driver_and_ranks_are_in_the_order_of_time(
-    api: ApiService, browser: Browser
-) -> None:
-    run_id, _ = await api.running()
-    write(api, run_id, None, 0, 1, 500, 900)  # the driver, over both attempts
-    write(api, run_id, 0, 1, 10, 30, 50)
-    write(api, run_id, 1, 1, 20, 40, 60)
-    write(api, run_id, 0, 2, 600, 800)
-    path = f"/runs/{run_id}/logs"
-    lines, _ = await shown(browser, path)
-    times = [1, 10, 20, 30, 40, 50, 60, 500, 600, 800, 900]
-    assert lines == [f"at {at:08.2f}" for at in times]
-
-
 async def test_a_line_that_is_read_late_takes_its_place(api: ApiService, browser: Browser) -> None:
     run_id, _ = await api.running()
     path = f"/runs/{run_id}/logs"

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import insert
 
 from everstep.spec.parsing import parse_spec
-from everstep.wire import NodeLoad, Reason, ReasonCode, RunStatus
+from everstep.wire import Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from service.db.lease import new_id
 from service.db.runs import new_row
@@ -78,15 +78,6 @@ async def test_runs_are_searched_filtered_and_paged(api: ApiService, browser: Br
     assert wanted not in first and wanted in await browser.page(unescape(older))
 
 
-async def test_goodput_is_listed_after_the_first_minute(api: ApiService, browser: Browser) -> None:
-    await api.running()
-    api.clock.now += 59
-    goodput = '<td class="r num">100.0 %</td>'
-    assert goodput not in await browser.page("/runs")
-    api.clock.now += 1
-    assert goodput in await browser.page("/runs")
-
-
 async def test_the_list_is_small_with_6000_runs(api: ApiService, browser: Browser) -> None:
     wanted = parse_spec(spec())
     rows = [
@@ -109,33 +100,6 @@ async def test_the_list_is_small_with_6000_runs(api: ApiService, browser: Browse
 
 
 # ---------------------------------------------------------------- cluster and queue
-
-
-async def test_a_machine_with_several_nodes_says_its_memory_once(
-    api: ApiService, browser: Browser
-) -> None:
-    load = NodeLoad(
-        cpu=0.5, load_1m=1.25, memory_used_bytes=3 * 10**9, memory_total_bytes=25 * 10**9
-    )
-    nodes = tuple(
-        api.cluster.node(f"node-{number}").model_copy(
-            update={"load": load, "resources_total": {"CPU": 2.0, "memory": 17e9}}
-        )
-        for number in (1, 2)
-    )
-    api.cluster.nodes = (*nodes, api.cluster.node("node-3", "DEAD"))
-    await api.running(scaling={"min_workers": 1, "max_workers": 2})
-    text = text_of(await browser.page("/cluster"))
-    assert "CPU used 2 of 4" in text and text.count("3.0 GB of 25.0 GB") == 2, text
-    assert text.count("CPU 1 of 2") == 2 and "17.0 GB" not in text
-    assert text.count("CPU 50 % load 1.25") == 1 and text.count("same host as above") == 1
-    api.cluster.nodes = (nodes[0].model_copy(update={"resources_used": {"CPU": 1.5}}),)
-    text = text_of(await browser.page("/cluster"))
-    assert "CPU used 1.5 of 2" in text and "memory 17.0 GB" in text, "Ray's account"
-    [node] = (await api.get("/v1/cluster"))["nodes"]
-    assert (
-        node["resources_used"] == {"CPU": 1.5} and node["load"]["memory_total_bytes"] == 25 * 10**9
-    )
 
 
 async def test_nodes_are_shown_and_marked(api: ApiService, browser: Browser) -> None:
@@ -267,17 +231,6 @@ async def test_the_reference_needs_nothing_from_elsewhere(api: ApiService) -> No
         assert (await http.get(address)).status_code == 200
     assert (await http.get("/static/../app.py")).status_code == 404
     assert (await http.get("/static/%2e%2e/rendering.py")).status_code == 404
-
-
-async def test_a_kept_file_is_asked_for_once(api: ApiService) -> None:
-    http = await api.client(None)
-    first = await http.get("/static/everstep.css")
-    again = await http.get("/static/everstep.css", headers={"If-None-Match": first.headers["etag"]})
-    assert (again.status_code, again.content, first.headers["cache-control"]) == (
-        304,
-        b"",
-        "no-cache",
-    )
 
 
 async def test_a_run_links_to_its_page(api: ApiService) -> None:

@@ -43,16 +43,6 @@ async def test_axes_are_what_differs_and_what_was_measured(api: ApiService) -> N
     assert drawn.lines[2].words == "lr 0.1, loss 0.75"
 
 
-async def test_one_run_or_one_axis_is_no_picture(api: ApiService) -> None:
-    runs = await runs_of(api, {"loss": 0.5}, {"loss": 1.0})
-    assert picture(runs[:1], [{"a": 1}]) is None
-    assert picture(runs, [{"a": 1}, {"a": 1}]) is None
-    many = [{f"a{number}": number + first for number in range(40)} for first in range(2)]
-    drawn = picture(runs, many)
-    assert drawn is not None and len(drawn.axes) == 16 and drawn.num_left_out == 25
-    assert [drawn.axes[0].title, drawn.axes[-1].title] == ["a0", "loss"]
-
-
 async def test_compared_runs_have_a_picture_and_differences(api: ApiService) -> None:
     browser = await Browser.logged_in(api, api.token("viewer"))
     (one, two), queued = await runs_of(api, {"loss": 0.5}, {"loss": 1.0}), await api.create()

@@ -33,21 +33,6 @@ async def test_a_list_is_sorted_over_its_pages_by_a_field_of_the_spec(api: ApiSe
     assert names(down)[:1] == [names(second)[-1]]
 
 
-async def test_filters_order_and_columns_stay_together(api: ApiService) -> None:
-    await api.create(name="a", project="vision")
-    browser = await Browser.logged_in(api, api.token("viewer"))
-    html = await browser.page("/runs?project=vision&sort=name&columns=owner&columns=notes")
-    for kept in (
-        "/runs?status=failed&amp;project=vision&amp;sort=name&amp;columns=owner%2Cnotes",
-        '<input type="hidden" name="sort" value="name">',
-        '<input type="hidden" name="columns" value="owner,notes">',
-        'value="notes" checked',
-        '<option value="spec.optimizer.lr">',
-    ):
-        assert kept in html, kept
-    assert 'name="columns" value="step" checked' not in html
-
-
 async def test_wrong_columns_and_orders_are_told(api: ApiService) -> None:
     browser = await Browser.logged_in(api, api.token("viewer"))
     assert "is not a column" in await browser.page("/runs?columns=colour", 422)

@@ -260,16 +260,3 @@ async def test_logs_are_filtered_searched_and_paged(api: ApiService, browser: Br
     assert "rank 0 says 0007" in found and "rank 1 says 0007" in found and "0008" not in found
     assert "No matching lines" in await browser.page(f"{path}?search=absent")
     await browser.page(f"{path}?rank=x", 422)
-
-
-async def test_tokens_flops_and_mfu_are_shown_as_samples_are(
-    api: ApiService, browser: Browser
-) -> None:
-    run_id, journal = await api.running()
-    figures = {"samples_per_s": 10.0, "tokens_per_s": 1280.0, "tflops_per_s": 20.0, "mfu": 0.5}
-    points = [{"step": 1, "at": journal.at, "values": {"loss": 0.5, **figures}}]
-    api.apply(run_id, [journal.event(EventKind.METRICS, points=points)])
-    found = (await api.http.get(f"/v1/runs/{run_id}")).json()
-    assert found["metrics"] == {"loss": 0.5, **figures}
-    curves = (await browser.http.get(f"/runs/{run_id}/curves.json")).json()
-    assert {chart["title"] for chart in curves["charts"]} == {"loss", *figures}

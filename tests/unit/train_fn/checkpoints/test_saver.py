@@ -3,11 +3,7 @@ that fails."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import io
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +17,6 @@ import torch
 from torch import nn
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.writer import CheckpointFile
 from storage.run_dir import CheckpointName
 from tests.support.one_rank import journal_of
 from tests.support.saves import (
@@ -38,7 +33,6 @@ from train_fn.checkpoints import saver as saver_module
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.save_slot import BoundaryCopies, Save
 from train_fn.checkpoints.saver import Saver
-from train_fn.node.usage import WRITER_NICENESS
 from train_fn.samples.ledger import Count
 from train_fn.state.optim import unpacked
 from train_fn.state.run_state import BestSoFar
@@ -137,62 +131,6 @@ def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_befor
     saver.close()
 
 
-@pytest.mark.slow
-def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
-    """Training overwrites its tensors in place as fast as it can while saves are written, each of
-    them over many steps."""
-    ctx = make_context(tmp_path, every_steps=1, keep_latest=10_000)
-    model = nn.Linear(200, 200)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = make_state(model, optimizer, steps_per_epoch=9)
-    model(torch.ones(1, 200)).sum().backward()
-    optimizer.step()
-    live = [
-        *model.parameters(),
-        *(moment for moments in optimizer.state.values() for moment in moments.values()),
-    ]
-    copies = CountedCopies(state)
-    saver = Saver(ctx, state, copies)
-    step = num_saved = 0
-    deadline = time.monotonic() + 60
-    while len(journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED)) < 15:
-        assert time.monotonic() < deadline
-        step += 1
-        state.step = step - 1
-        due = saver.is_due()
-        with torch.no_grad():
-            for tensor in live:
-                tensor.fill_(step)
-        state.step = step
-        saver.offer(due=due, is_best=False)
-        num_saved += due
-    saver.save_now()
-    saver.close()
-    committed = ctx.checkpoints.list()
-    assert 15 <= len(committed) <= num_saved + 1 < step, (
-        "saves overlapped with steps, and were merged"
-    )
-    assert copies.most_held == 1 and len(copies.places) == 1, (
-        "one copy of the state, in memory that is used again"
-    )
-    for manifest in committed:
-        read = functools.partial(ctx.checkpoints.read_file, manifest.name)
-        saved = {
-            **torch.load(io.BytesIO(read("train_state.pt"))),
-            "model": torch.load(io.BytesIO(read("model.pt"))),
-        }
-        saved["optimizer"] = unpacked(saved["optimizer"])
-        tensors: list[torch.Tensor] = []
-        take_apart(saved, tensors)
-        assert len(tensors) == len(live)
-        assert all(bool((tensor == manifest.step).all()) for tensor in tensors), manifest.name
-        assert (saved["step"], saved["epoch"], manifest.epoch) == (
-            manifest.step,
-            manifest.step // 9,
-            manifest.step // 9,
-        )
-
-
 MOST = 128
 """Values repeat after so many steps: a number of eight bits has no more."""
 
@@ -288,29 +226,6 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
         assert manifest.sample_digest == saved["ledger"]["chain"]
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="threads have no priority of their own elsewhere"
-)
-def test_the_thread_that_writes_stands_back_behind_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[tuple[str, int]] = []
-    write = CheckpointFile.write
-
-    def note(file: CheckpointFile, data: Any) -> int:
-        found.append((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, 0)))
-        return write(file, data)
-
-    monkeypatch.setattr(CheckpointFile, "write", note)
-    ctx, state = make_context(tmp_path), make_state()
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    saver.save_now()
-    saver.close()
-    assert set(found) == {("checkpoint-saver", min(19, before + WRITER_NICENESS))}
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
-
-
 def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
     ctx, state = make_context(tmp_path), make_state()
     saver = Saver(ctx, state, BoundaryCopies(state))
@@ -321,18 +236,6 @@ def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
         saver.save_now(is_best=step == 20)
     assert [manifest.step for manifest in ctx.checkpoints.list()] == [20, 40, 50]
     assert journal_of(ctx).steps(EventKind.CHECKPOINT_DELETED) == [10, 30]
-    saver.close()
-
-
-def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(saver_module.time, "monotonic", lambda: now[0])
-    ctx, state = make_context(tmp_path, every_steps=None, every_s=5.0), make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    assert not saver.is_due()
-    now[0] += 5
-    assert saver.is_due()
-    monkeypatch.undo()
     saver.close()
 
 

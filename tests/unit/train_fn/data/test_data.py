@@ -26,9 +26,7 @@ from train_fn.data.image_sets import (
     read_idx,
     stratified_holdout,
 )
-from train_fn.data.images import decoded_once
 from train_fn.errors import DataMissing
-from train_fn.node import node_dir
 from train_fn.samples.loader import KeyedDataset, Loader, num_loader_workers
 from train_fn.samples.sampler import MicroBatch, Sampler
 
@@ -144,26 +142,6 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataMissing, match=r"images is truncated; remove it"):
         read_idx(path)
-
-
-def test_decoding_happens_once_a_node(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.write_text("x")
-    calls = []
-
-    def decode() -> dict[str, np.ndarray]:
-        calls.append(1)
-        return {"images": np.arange(5)}
-
-    for _ in range(3):
-        assert decoded_once("test", [source], decode)["images"].tolist() == [0, 1, 2, 3, 4]
-    assert len(calls) == 1
-    # as what sweeps temporary files does
-    next((node_dir.cache_root() / "data").glob("test-*/images.npy")).unlink()
-    assert (
-        decoded_once("test", [source], decode)["images"].tolist() == [0, 1, 2, 3, 4]
-        and len(calls) == 2
-    )
 
 
 def test_cifar10_reads_its_authors_batches(tmp_path: Path) -> None:

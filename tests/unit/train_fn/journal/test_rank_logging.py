@@ -16,7 +16,6 @@ import pytest
 import rich.console
 import torch
 import tqdm
-from ray.train.v2._internal.execution import context
 from torch.utils.data import DataLoader
 
 from everstep.spec.run_spec import RunSpec
@@ -159,20 +158,6 @@ def test_a_process_that_ends_its_log_gets_its_streams_back(
     log.close()
     assert (sys.stdout, sys.stderr, logging.getLogger().handlers) == before
     assert logging.getLogger().level == level
-
-
-def test_what_ray_train_says_of_every_report_is_left_out(run_dir: RunDir) -> None:
-    log = RankLog(run_dir, 1, 1, 0)
-    log.start()
-    try:
-        for level, message in (
-            (logging.INFO, "of every report"),
-            (logging.WARNING, "of what is wrong"),
-        ):
-            context.logger.log(level, message)
-    finally:
-        log.close()
-    assert read(run_dir) == ["of what is wrong"]
 
 
 def test_a_rank_that_prints_without_measure_is_throttled_with_a_notice(
@@ -360,22 +345,3 @@ def test_a_process_that_outlives_the_log_goes_on(run_dir: RunDir) -> None:
     closed.set()
     process.join(20)
     assert process.exitcode == 0
-
-
-def test_loader_processes_that_print_without_measure_are_throttled_too(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_log, "BURST_CHARS", 20_000)
-    monkeypatch.setattr(rank_log, "RATE_CHARS_PER_S", 1)
-    log = RankLog(run_dir, 1, 1, 0)
-    log.start()
-    try:
-        process = multiprocessing.get_context("fork").Process(
-            target=lambda: [print("y" * 99) for _ in range(5000)]
-        )
-        process.start()
-        process.join(30)
-        assert process.exitcode == 0
-    finally:
-        log.close()
-    assert 100 < sum("y" in line for line in read(run_dir)) <= 200

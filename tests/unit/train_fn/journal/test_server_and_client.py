@@ -190,28 +190,6 @@ def test_every_event_arrives_once_and_in_order(
     assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(50))
 
 
-def test_consecutive_metrics_travel_as_one_and_keep_their_place(run_dir: RunDir) -> None:
-    way = Faulty(JournalServer(run_dir, 1))
-    with way.lock:
-        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
-        client.emit(EventKind.EVALUATED, {"step": 0})
-        for step in (1, 2, 3):
-            client.emit(EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {}}]})
-        client.emit(EventKind.EVALUATED, {"step": 3})
-    assert client.close(timeout_s=20)
-    lines = read_journal(run_dir, 1)[0]
-    assert [line.kind.value for line in lines if line.kind is not EventKind.METRICS] == [
-        "evaluated",
-        "evaluated",
-    ]
-    assert [
-        point["step"]
-        for line in lines
-        if line.kind is EventKind.METRICS
-        for point in line.data["points"]
-    ] == [1, 2, 3]
-
-
 def test_memory_stays_bounded_while_the_journal_is_away(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,17 +211,6 @@ def test_memory_stays_bounded_while_the_journal_is_away(
     assert len(steps) <= 100
     assert steps == sorted(steps)
     assert steps[-1] == 1000, "the newest is kept"
-
-
-def test_what_the_caller_handed_over_is_not_changed(run_dir: RunDir) -> None:
-    client = ActorJournalClient(
-        JournalServer(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005
-    )
-    data = {"points": [{"step": 1, "at": 1.0, "values": {}}]}
-    client.emit(EventKind.METRICS, data)
-    client.emit(EventKind.METRICS, {"points": [{"step": 2, "at": 1.0, "values": {}}]})
-    assert client.close(timeout_s=20)
-    assert len(data["points"]) == 1
 
 
 def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_dir: RunDir) -> None:
@@ -283,60 +250,6 @@ def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(
         way.lose_calls = 2
     assert client.holds_lease(timeout_s=20)
     assert client.close(timeout_s=20)
-
-
-def test_a_client_that_sleeps_until_its_beat_wakes_up_for_an_event(run_dir: RunDir) -> None:
-    calls: list[float] = []
-    actor = JournalServer(run_dir, 1)
-
-    def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
-        calls.append(time.monotonic())
-        return actor.deliver(source, events, stop)
-
-    client = ActorJournalClient(deliver, "rank-0.a001", 1, interval_s=0.02, beat_s=600.0)
-    wait_for(lambda: client._is_idle, 60, "nothing to do")
-    for number in range(1, 4):
-        client.emit(EventKind.EVALUATED, {"step": number})
-        wait_for(lambda number=number: len(written(run_dir)) == number, 60, "the event")  # type: ignore[misc]
-        wait_for(lambda: client._is_idle, 60, "nothing to do")
-    assert len(calls) == 4, "the first word, and one call for each event"
-    assert client.close(timeout_s=20)
-
-
-def test_events_that_come_all_the_time_are_sent_once_an_interval(run_dir: RunDir) -> None:
-    interval_s, began = 0.05, time.monotonic()
-    calls: list[int] = []
-    actor = JournalServer(run_dir, 1)
-
-    def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
-        calls.append(len(events))
-        return actor.deliver(source, events, stop)
-
-    client = ActorJournalClient(deliver, "rank-0.a001", 1, interval_s=interval_s)
-    number = 0
-    while time.monotonic() < began + 1.0 or number < 300:
-        number += 1
-        client.emit(EventKind.EVALUATED, {"step": number})
-        time.sleep(0.001)
-    took_s = time.monotonic() - began
-    assert client.close(timeout_s=20)
-    assert sum(calls) == number
-    assert len(calls) <= took_s / interval_s + 4, (
-        "beside them the first word, the event that woke it up, and the end"
-    )
-
-
-def test_a_backlog_is_sent_without_a_pause(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "MAX_BATCH", 10)
-    way = Faulty(JournalServer(run_dir, 1))
-    with way.lock:
-        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=600.0)
-        for step in range(95):
-            client.emit(EventKind.EVALUATED, {"step": step})
-    assert client.close(timeout_s=20)
-    assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(95))
 
 
 def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(

@@ -18,20 +18,16 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import attempt, build, departure, replica
+from train_fn.loop import build, departure, replica
 from train_fn.loop.attempt import train
 from train_fn.node import device as broken_device
 from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
-from train_fn.session import session
 from train_fn.session.report import Reporter
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.tensor_tree import digest
-from train_fn.step.buffers import VolatileBuffers
-from train_fn.step.peers import Peers
-from train_fn.step.profiler import StepProfiler
 
 pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 
@@ -209,117 +205,6 @@ def test_a_failure_within_a_commit_leaves_no_state_and_says_at_which_step(
     assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (3, "step", None)
     assert failed.snapshot_problem == "the rank was between two states"
     assert labels(run_dir) == []
-
-
-class Calls(list[str]):
-    """The names of what was called, in order."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._patch = patch
-
-    def follow(self, owner: Any, name: str, as_name: str, look: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
-        """Record each call of ``owner.name``, after ``look`` at its arguments."""
-        call = getattr(owner, name)
-
-        def followed(*arguments: Any, **named: Any) -> Any:
-            if look is not None:
-                look(*arguments)
-            self.append(as_name)
-            return call(*arguments, **named)
-
-        self._patch.setattr(owner, name, followed)
-
-
-def test_a_failed_rank_lets_its_peers_go_before_anything_that_takes_time(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing may keep DDP alive when the process group ends: it would wait for its peers."""
-    wrapped: list[weakref.ref[Any]] = []
-    iterators: list[weakref.ref[Any]] = []
-    join, load = replica.Replica.join, Loader.__init__
-
-    def join_as_one_of_several(self: replica.Replica, **begins: Any) -> None:
-        join(self, **begins)
-        self.wrapped = replica.wrap(self.step_module, torch.device("cpu"))
-        self.wrapped.__dict__["itself"] = self.wrapped  # as hooks of the user's code may do
-        wrapped.append(weakref.ref(self.wrapped))
-
-    def load_and_watch(self: Loader, *arguments: Any) -> None:
-        load(self, *arguments)
-        iterators.append(weakref.ref(self._iterator))
-
-    def look_at_group(*_: Any) -> None:
-        assert [reference() for reference in wrapped] == [None], "DDP outlives the group"
-        assert iterators[-1]() is not None, "peers wait while the loader's processes end"
-
-    def look_at_snapshot(*_: Any) -> None:
-        assert iterators[-1]() is None, "the loader's processes take memory from the snapshot"
-
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    monkeypatch.setattr(replica.Replica, "join", join_as_one_of_several)
-    monkeypatch.setattr(Loader, "__init__", load_and_watch)
-    break_after_step_3(monkeypatch)
-    calls = Calls(monkeypatch)
-    calls.follow(session, "describe_error", "words")
-    calls.follow(departure, "forget_frames", "forget frames")
-    calls.follow(Saver, "close", "close saver")
-    calls.follow(session, "end_process_group", "end group", look_at_group)
-    calls.follow(Publisher, "close", "close publisher")
-    calls.follow(VolatileBuffers, "put_back", "put back")
-    calls.follow(departure, "leave_state", "snapshot", look_at_snapshot)
-    calls.follow(StepProfiler, "give_up", "give up profile")
-    calls.follow(Reporter, "close", "last reports")
-    failed = fail(run_dir, 1)
-    assert calls == [
-        "words",
-        "forget frames",
-        "close saver",
-        "end group",
-        "close publisher",
-        "put back",
-        "snapshot",
-        "give up profile",
-        "last reports",
-    ]
-    assert "in raise_after_step_3" in failed.error.traceback, "told before the frames are gone"
-    assert failed.error.snapshot_step == 3
-
-
-def test_nothing_is_published_once_the_ranks_meet_at_the_end(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first rank that leaves removes the node's snapshots: of a run that is done none stay."""
-    calls = Calls(monkeypatch)
-    calls.follow(StepProfiler, "close", "close profile")
-    calls.follow(Publisher, "close", "close publisher")
-    calls.follow(Saver, "begin_last", "begin save")
-    calls.follow(attempt, "report_checkpoint", "report checkpoint")
-    calls.follow(Saver, "close", "close saver")
-    calls.follow(Loader, "close", "close loader")
-    calls.follow(session, "snapshot_store", "remove snapshots")
-    share = Peers.share
-
-    def meet(self: Peers, value: Any, source: int) -> Any:
-        if "close profile" in calls:
-            calls.append("meet")
-        return share(self, value, source)
-
-    monkeypatch.setattr(Peers, "share", meet)
-    restored(run_dir, 1)
-    begun = calls.index("close profile")
-    assert calls[begun:] == [
-        "close profile",
-        "close publisher",
-        "begin save",
-        "meet",
-        "meet",
-        "report checkpoint",
-        "close saver",
-        "close loader",
-        "remove snapshots",
-    ]
 
 
 def break_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -586,6 +586,25 @@ def test_ranks_with_equal_batches_in_several_steps_are_refused(
 # ---------------------------------------------------------------- limits
 
 
+@pytest.mark.parametrize(
+    ("most_samples", "num_batches", "num_samples", "most"),
+    [
+        (None, 6, 24, None),
+        (12, 6, 24, 3),
+        (12, 3, 24, 2),  # of two ranks: at least as many
+        (1, 6, 24, 1),
+        (100, 6, 24, None),
+        (12, None, 24, None),
+        (12, 6, None, None),
+    ],
+)
+def test_a_limit_leaves_the_same_share_of_batches_as_of_samples(
+    most_samples: int | None, num_batches: int | None, num_samples: int | None, most: int | None
+) -> None:
+    ctx = cast(WorkerContext, SimpleNamespace(most_samples=most_samples))
+    assert WorkerContext.limited_batches(ctx, num_batches, num_samples) == most
+
+
 @pytest.mark.parametrize("make", [shuffled, with_generator, distributed])
 @pytest.mark.parametrize("done", range(7))
 def test_a_limited_loader_ends_its_epochs_early_and_goes_on_at_the_very_batch(

@@ -7,7 +7,6 @@ import errno
 import inspect
 import pickle
 import resource
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,14 +148,6 @@ def test_what_a_process_has_used_up_is_its_own_whoever_met_it_first(exc: Excepti
     assert kind_of(StorageUnavailable("the server says: Too many open files")) is ErrorKind.STORAGE
 
 
-def test_files_are_counted_without_memory_for_each_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (1 << 20, 1 << 20))
-    tracemalloc.start()
-    error = describe_error(OSError(errno.ENOMEM, "Cannot allocate memory"), 0)
-    assert tracemalloc.get_traced_memory()[1] < 4 << 20 and " of 1048576 files " in error.message
-    tracemalloc.stop()
-
-
 def raised_in(exc: BaseException, *places: tuple[str, str, str]) -> BaseException:
     """Return ``exc`` raised through functions, each given as module, file and name."""
 
@@ -177,25 +168,6 @@ def full_disk(write: Callable[[], object]) -> RankError:
     with pytest.raises((OSError, StorageError)) as caught:
         write()
     return describe_error(caught.value, 0)
-
-
-def write_in_user_code() -> None:
-    with Path(__file__).open() as other, Path("/dev/full").open("w") as cached:
-        cached.write(other.read())
-        cached.flush()
-
-
-def test_a_disk_that_the_user_s_code_fills_is_the_user_s_and_named() -> None:
-    error = full_disk(write_in_user_code)
-    assert error.kind is ErrorKind.USER and VERDICT_OF_KIND[error.kind] is Verdict.USER_ERROR
-    assert "No space left on device: '/dev/full'; the disk is full" in error.message
-    assert Path(__file__).name not in error.message, "a file that was only read"
-    named = OSError(errno.ENOSPC, "No space left on device", "/data/cache/a.bin")
-    message = describe_error(raised_in(named), 0).message
-    assert message.count("/data/cache/a.bin") == 1 and "the disk is full. Free" in message
-    quota = describe_error(OSError(errno.EDQUOT, "Disk quota exceeded"), 0)
-    assert quota.kind is ErrorKind.USER and "the disk is full" in quota.message
-    assert "disk is full" not in describe_error(OSError(errno.EIO, "Input/output error"), 0).message
 
 
 def test_a_full_disk_under_everstep_s_storage_is_the_storage_s(tmp_path: Path) -> None:

@@ -123,16 +123,6 @@ def test_few_samples_are_read_once_and_one_that_breaks_is_left_out() -> None:
     assert contents.unstable(contents.sketches) == []
 
 
-def test_a_slow_set_is_read_only_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train_fn.state.contents.READ_S", -1.0)
-    train, val = Counting(), Counting()
-    assert set(Contents({"train": train, "val": val}).sketches) == {
-        *("train set", "train sample 0"),
-        *("validation set", "validation sample 0"),
-    }
-    assert train.reads == val.reads == [0]
-
-
 def test_iterable_data_is_not_consumed() -> None:
     contents = Contents({"train": iter(range(3)), "val": None})
     assert contents.sketches == {}

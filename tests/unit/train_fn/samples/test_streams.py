@@ -212,20 +212,6 @@ def test_a_stream_goes_on_at_the_very_sample_at_any_world_size(num_workers: int)
         assert values(read(data, range(23, 26), rank, 2, exchange=False)).items() <= whole.items()
 
 
-def test_a_bookmark_spares_the_reading() -> None:
-    before, after = (
-        stream_set(Numbers(10_000), num_streams=1),
-        stream_set(Numbers(10_000), num_streams=1),
-    )
-    read(before, range(2 * BOOKMARK_STEPS + 3))
-    after.bookmarks.load_state_dict(before.bookmarks.state_dict())
-    reads = after.dataset.reads
-    read(after, range(2 * BOOKMARK_STEPS + 3, 2 * BOOKMARK_STEPS + 5), exchange=False)
-    assert len(reads) == 4 * 16 + 10, (
-        "three steps again, of which one ends an epoch, and two new ones"
-    )
-
-
 @pytest.mark.parametrize("dataset", [Forgetful(), PlaceInIterator()])
 def test_data_that_keeps_its_place_elsewhere_or_nowhere_goes_on_as_well(dataset: Any) -> None:
     whole = values(read(stream_set(dataset), range(45)))

@@ -6,7 +6,6 @@ A CPU pins nothing: plain memory that a test hands out stands for what is pinned
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,10 @@ import torch
 
 from tests.support.saves import advance, make_context, make_state
 from train_fn.checkpoints.save_slot import BoundaryCopies
-from train_fn.checkpoints.saver import Saver
 from train_fn.snapshots import publisher as publisher_module
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state import tensor_tree
-from train_fn.state.run_state import CopyMemory
-from train_fn.state.tensor_tree import copy_to_cpu
 
 pytestmark = pytest.mark.own_process
 
@@ -90,108 +86,3 @@ def test_steps_go_on_while_memory_is_pinned_and_the_copy_is_of_one_later_step(
     assert torch.equal(store.read(label)["model"]["weight"], torch.full((2, 2), 3.0))
     assert pinning.by_training == []
     assert sum(memory.numel() for memory in pinning.beside) == 6, "one state's, and no more"
-
-
-def test_a_first_save_finds_memory_where_nothing_is_published(
-    tmp_path: Path, pinning: Pinning
-) -> None:
-    ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    advance(state, 1)
-    saver.offer(due=False, is_best=False)
-    pinning.end()
-    advance(state, 2)
-    saver.offer(due=True, is_best=False)
-    assert saver.wait_idle(time.monotonic() + DEADLINE_S)
-    saver.close()
-    assert [each.step for each in ctx.checkpoints.list()] == [2]
-    assert pinning.by_training == []
-
-
-def test_a_copy_that_cannot_wait_uses_what_the_thread_takes(pinning: Pinning) -> None:
-    state = make_state()
-    copies = BoundaryCopies(state)
-    advance(state, 1)
-    assert not copies.is_ready()
-    found: list[Any] = []
-    taking = threading.Thread(target=lambda: found.append(copies.take()))
-    taking.start()
-    taking.join(0.05)
-    assert taking.is_alive() and not found
-    pinning.end()
-    taking.join(DEADLINE_S)
-    assert float(found[0].state["model"]["weight"][0, 0]) == 1
-    memory = {each.data_ptr() for each in pinning.beside}
-    assert {each.data_ptr() for each in found[0].state["model"].values()} <= memory
-    assert pinning.by_training == []
-
-
-def test_a_copy_that_somebody_holds_at_this_boundary_needs_no_memory(pinning: Pinning) -> None:
-    state = make_state()
-    copies = BoundaryCopies(state)
-    advance(state, 1)
-    copy = copies.take()
-    taken = len(pinning.by_training)
-    assert copies.is_ready() and copies.take() is copy
-    advance(state, 2)
-    assert not copies.is_ready(), "the others still read it"
-    pinning.end()
-    for _ in range(2):
-        copies.release(copy)
-    assert copies.is_ready()
-    copies.take()
-    assert len(pinning.by_training) == taken
-
-
-def test_only_what_a_state_has_gained_is_pinned(pinning: Pinning) -> None:
-    pinning.open.set()
-    memory, weight = CopyMemory(), torch.ones(3)
-    first = copy_to_cpu({"model": weight}, memory.take())
-    memory.put(first)
-    assert memory.is_ready(lambda: {"model": weight})
-    grown = {"model": weight, "moments": [torch.ones(5), 1], "odd": (torch.ones(7),)}
-    assert not memory.is_ready(lambda: grown)
-    pinning.end()
-    assert memory.is_ready(lambda: grown)
-    copied = copy_to_cpu(grown, memory.take())
-    assert copied["model"] is first["model"]
-    assert [each.numel() for each in pinning.beside] == [5, 7]
-    assert (copied["moments"][0] == 1).all() and (copied["odd"][0] == 1).all()
-
-
-def test_where_no_thread_may_pin_the_copy_does_so_itself(
-    pinning: Pinning, caplog: pytest.LogCaptureFixture
-) -> None:
-    pinning.error = RuntimeError("operation not permitted while a stream is captured")
-    state = make_state()
-    copies = BoundaryCopies(state)
-    advance(state, 1)
-    assert not copies.is_ready()
-    pinning.end()
-    assert copies.is_ready() and "not permitted" in caplog.text
-    assert copies.take().step == 1
-    assert sum(pinning.by_training) == 6
-
-
-def test_the_publisher_goes_by_what_its_caller_was_told(tmp_path: Path, pinning: Pinning) -> None:
-    """Memory may arrive between the two calls. A user's own loop settles its step only if it was
-    told that the state is published."""
-    ctx, state = make_context(tmp_path), make_state()
-    publisher = Publisher(ctx, state, BoundaryCopies(state))
-    advance(state, 1)
-    publishes = publisher.is_due()
-    pinning.end()
-    publisher.offer(due=publishes)
-    publisher.close()
-    assert not publishes and snapshot_store(ctx).labels() == []
-
-
-def test_a_cpu_takes_memory_ahead_for_what_is_large() -> None:
-    memory, small = CopyMemory(), torch.ones(5)
-    assert memory.is_ready(lambda: {"model": small})
-    state = {"model": small, "moments": torch.ones(1 << 18)}
-    assert not memory.is_ready(lambda: state)
-    taken = memory.take()["moments"]
-    assert (taken == 0).all()
-    copied = copy_to_cpu(state, {"moments": taken})
-    assert copied["moments"] is taken and torch.equal(taken, state["moments"])

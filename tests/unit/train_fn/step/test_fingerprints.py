@@ -18,7 +18,6 @@ from train_fn.step.fingerprints import (
     MOST_PARTS,
     Fingerprints,
     parts_of,
-    rows_of,
     start_totals,
     total_on_device,
 )
@@ -138,15 +137,6 @@ def test_gradients_have_the_same_digest_wherever_they_lie(sizes: list[int], draw
         if values[-1].numel():
             bucket[:] = bucket + 1  # in the same places
             assert taken.of_gradients() != expected
-
-
-def test_a_bucket_is_read_in_one_go() -> None:
-    linear = nn.Linear(300, 300)
-    bucket = torch.randn(300 * 300 + 300)
-    linear.bias.grad, linear.weight.grad = bucket[:300], bucket[300:].view(300, 300)
-    assert rows_of([linear.weight.grad, linear.bias.grad]) == [(1, bucket.nbytes)]
-    apart = bucket[300:].clone().view(300, 300)
-    assert [size for _, size in rows_of([apart, linear.bias.grad])].count(1200) == 1
 
 
 @given(st.binary(max_size=40), st.integers(0, 9))

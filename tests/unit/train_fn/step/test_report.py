@@ -34,26 +34,6 @@ def sent(*reports: StepReport) -> StepTotals:
     return totals_of([code.decode(code.encode(each)) for each in reports])
 
 
-def test_a_report_arrives_as_it_was() -> None:
-    of_loop = report(
-        2**40, 7, 0.1, math.inf, stop="pause", checkpoint_step=2**41, own_s=0.25, fingerprint=2**36
-    )
-    of_a_user_s = StepReport(7, num_updates=2**33, has_ended=True, names_hash=2**56, batch=2**60)
-    code = ReportRows(10)
-    for each in (of_loop, of_a_user_s):
-        assert code.decode(code.encode(each)) == each
-        assert len(code.encode(each)) == code.num_bytes
-    assert code.decode(bytes(code.num_bytes)) is None, "a rank that sent nothing"
-
-
-def test_totals_do_not_depend_on_who_ran_what() -> None:
-    losses = [0.1, 1e16, -1e16, 0.3]
-    one = sent(report(4, 0, *losses))
-    two = sent(report(4, 0, *losses[:3]), report(4, 0, losses[3]))
-    assert one.loss_sum == two.loss_sum == math.fsum(losses) != sum(losses)
-    assert (one.weight, one.fault(4, 40)) == (two.weight, two.fault(4, 40)) == (40.0, None)
-
-
 def test_votes_of_any_rank_reach_all() -> None:
     totals = sent(
         report(4, 1, 0.5, save=True, checkpoint_step=3),
@@ -151,13 +131,6 @@ def test_what_is_told_is_what_was_yielded_not_what_was_expected(
     assert (counted.num_unexpected, counted.num_missing) == (0, 0) or sorted(planned) != sorted(
         yielded
     )
-
-
-def test_totals_name_the_rank_with_a_loss_that_is_not_finite() -> None:
-    report = ReportSums(ALONE)
-    report.add(torch.tensor(float("inf")), torch.tensor(3))
-    found = carried(report)
-    assert (found.facts.num_nonfinite, found.nonfinite_rank, found.weight) == (1, 0, 3)
 
 
 @given(

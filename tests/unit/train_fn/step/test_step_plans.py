@@ -71,12 +71,3 @@ def test_only_a_batch_that_is_the_expected_one_is_counted_as_such(
         differs = difference(epoch, step, batch, reordered, wrong_hash)
         assert differs is not None
         assert Count(len(samples), 0, 0, wrong_hash) + differs == Count(len(samples), 0, 0, hashed)
-
-
-def test_few_samples_are_planned_at_once_where_batches_are_large() -> None:
-    plans = StepPlans(Sampler(1_000_000, 40_000, 20_000, 0), 0, 2)
-    plans.of(3)
-    assert len(plans._plans) == 1
-    assert StepPlans(Sampler(100, 10, 5, 0), 2, 3).of(0).share == [], (
-        "more ranks than micro-batches"
-    )

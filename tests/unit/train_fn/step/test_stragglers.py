@@ -63,14 +63,6 @@ def test_each_rank_is_compared_with_the_median_of_all_others(values: list[float]
     ]
 
 
-def test_thousands_of_ranks_are_compared_beside_training() -> None:
-    """Rank 0 does so between two steps: each rank with each other one would take minutes."""
-    ranks = Watched([1] * 10_000)
-    began = time.perf_counter()
-    ranks.train(15, *([0.5] * 9_999), 0.7)
-    assert len(ranks.times) == 1 and time.perf_counter() - began < 20
-
-
 def test_a_rank_that_takes_50_ms_longer_is_named_until_it_does_no_more() -> None:
     ranks = Watched([1, 1, 1])
     ranks.train(20, 0.013, 0.014, 0.013)

@@ -219,20 +219,6 @@ async def test_a_running_run_counts_as_used(api: ApiService) -> None:
     }
 
 
-async def test_lists_come_in_pages(api: ApiService) -> None:
-    for name in "abc":
-        await api.http.post("/v1/projects", json={"name": name})
-    names: list[str] = []
-    cursor = ""
-    while True:
-        page = await api.get(f"/v1/projects?limit=3{cursor}")
-        names += [item["name"] for item in page["items"]]
-        if page["next_cursor"] is None:
-            break
-        cursor = f"&cursor={page['next_cursor']}"
-    assert names == ["a", "b", "c", "default"]
-
-
 @pytest.mark.parametrize("what", ["projects", "tokens"])
 async def test_what_is_deleted_between_two_pages_hides_nothing(api: ApiService, what: str) -> None:
     for name in ("a", "b", "c", "d", "e", "f"):
@@ -330,16 +316,6 @@ async def test_who_asks_too_often_is_told_when_to_come_back(api: ApiService) -> 
     assert (await api.http.get("/v1/catalog")).status_code == 429
 
 
-def test_no_limit_lets_everybody_in_and_the_books_stay_small(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert {RateLimit(0.0).wait_s("a") for _ in range(10)} == {0}
-    monkeypatch.setattr("service.api.callers._MAX_TOKENS", 10)
-    limit = RateLimit(1.0, lambda: 0.0)
-    assert all(limit.wait_s(str(token)) == 0 for token in range(100))
-    assert len(limit._buckets) == 10
-
-
 @pytest.mark.parametrize("path", ["/v1/cluster/nodes/node-1/cordon", "/v1/tokens", "/v1/runs"])
 async def test_no_route_reads_a_body_beyond_its_limit(api: ApiService, path: str) -> None:
     async def chunks() -> AsyncIterator[bytes]:
@@ -388,20 +364,6 @@ async def test_the_sdk_makes_lists_and_revokes(api: ApiService) -> None:
         assert [call.status for call in client.audit.list()][:2] == [204, 204]
 
     await asyncio.to_thread(story)
-
-
-async def test_the_command_line(api: ApiService) -> None:
-    made = await everstep("project", "create", "vision", "--max-running", "2")
-    assert made.exit_code == 0 and "max_running 2" in made.stdout
-    token = await everstep("token", "create", "ci", "--project", "vision", "--expires-in", "30d")
-    assert token.exit_code == 0 and token.stdout.strip().startswith("evs_")
-    listed = await everstep("token", "list", "--json")
-    [found] = [item for item in map(json.loads, listed.stdout.splitlines()) if item["name"] == "ci"]
-    assert "vision" in (await everstep("project", "list")).stdout
-    assert (await everstep("token", "revoke", found["id"])).exit_code == 0
-    assert (await everstep("token", "create", "ci", "--expires-in", "soon")).exit_code == 2
-    assert (await everstep("project", "delete", "vision")).exit_code == 0
-    assert f"/v1/tokens/{found['id']}" in (await everstep("audit")).stdout
 
 
 async def test_a_viewer_of_all_projects_is_made_on_purpose_only(api: ApiService) -> None:

@@ -85,10 +85,3 @@ async def test_why_says_what_a_run_does_before_its_first_step(api: ApiService) -
     assert "its ranks make their first step, for" in await said(run_id)
     api.apply(run_id, [journal.steps(1)])
     assert "no failures recorded" in (await everstep("why", run_id)).output
-
-
-async def test_a_run_that_does_not_train_has_no_stacks(api: ApiService) -> None:
-    run_id, journal = await api.running()
-    api.apply(run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", step=0)])
-    refused = await everstep("stacks", run_id)
-    assert refused.exit_code != 0 and "RUNNING" in refused.output

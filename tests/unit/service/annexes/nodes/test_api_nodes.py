@@ -12,7 +12,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
-from everstep import AuthError, Client, Conflict, NotFound, Unavailable, UsageError, WaitTimeout
+from everstep import Client, NotFound, Unavailable, UsageError
 from everstep.cli.main import app
 from everstep.wire import Node
 from everstep.wire.events import EventKind
@@ -184,38 +184,6 @@ async def test_a_word_is_acknowledged_without_storage_and_told_later(
 
 
 # ---------------------------------------------------------------- SDK
-
-
-async def test_the_sdk_cordons_drains_and_waits(api: ApiService) -> None:
-    run_id, journal = await api.running()
-
-    def story() -> None:
-        with Client(api.url, api.token("admin")) as client:
-            assert client.nodes.cordon("node-1", reason="why").state == "CORDONED"
-            assert client.nodes.get("node-1").mark.reason == "why"  # type: ignore[union-attr]
-            with pytest.raises(Conflict, match="CORDONED"):
-                client.nodes.wait_drained("node-1")
-            assert client.nodes.drain("node-1", deadline_s=60).runs == (run_id,)
-            with pytest.raises(WaitTimeout, match=run_id):
-                client.nodes.wait_drained("node-1", timeout_s=0)
-            api.apply(
-                run_id, [journal.event(EventKind.ATTEMPT_ENDED, cause="preemption", last_step=1)]
-            )
-            api.clock.now += HEARD_S
-            assert client.nodes.wait_drained("node-1", timeout_s=5).state == "DRAINED"
-            assert client.nodes.uncordon("node-1").state == "ALIVE"
-            for act in (
-                client.nodes.cordon,
-                client.nodes.uncordon,
-                client.nodes.drain,
-                client.nodes.get,
-            ):
-                with pytest.raises(NotFound, match="node-9"):
-                    act("node-9")
-        with Client(api.url, api.token("viewer", "default")) as viewer, pytest.raises(AuthError):
-            viewer.nodes.cordon("node-1")
-
-    await asyncio.to_thread(story)
 
 
 async def test_a_node_is_found_by_as_much_as_is_unique(api: ApiService) -> None:

@@ -77,23 +77,6 @@ def test_five_failures_or_three_runs_are_too_many() -> None:
     assert suspected([failure(ago_s=3600)] * 5) == []
 
 
-def test_a_limit_of_zero_is_none() -> None:
-    many = [failure(str(number)) for number in range(9)]
-    assert suspected(many, CordonRule(runs=0, failures=10)) == []
-    assert suspected(many, CordonRule(runs=0, failures=9)) == ["n1"]
-    assert suspected(many, CordonRule(runs=9, failures=0)) == ["n1"]
-    assert (
-        suspected(many, CordonRule(runs=0, failures=0)) == []
-        and not CordonRule(runs=0, failures=0).is_on
-    )
-
-
-@pytest.mark.parametrize("verdict", list(Verdict))
-def test_only_what_may_be_the_node_s_fault_counts(verdict: Verdict) -> None:
-    counts = verdict in NODES_FAULTS
-    assert suspected([failure(verdict=verdict.value)] * 5) == (["n1"] if counts else [])
-
-
 def test_a_node_whose_gpu_is_shown_to_be_faulty_is_cordoned_at_once() -> None:
     words = f"AcceleratorError: CUDA error: unspecified launch failure; {GPU_FAULTY}Xid 79: gone"
     faulty = failure(verdict="hardware", error=words, kind=ErrorKind.DEVICE)
@@ -184,19 +167,6 @@ def test_failures_before_a_pardon_are_forgiven() -> None:
     assert suspected(failures, n1=50) == [] and suspected(failures, n1=100) == []
     assert suspected(failures, n1=101) == ["n1"] and suspected(failures, n2=50) == ["n1"]
     assert suspected([*failures, *[failure(ago_s=10)] * 5], n1=50) == ["n1"]
-
-
-def test_the_reason_is_the_evidence() -> None:
-    failures = [
-        failure("r1", verdict="hang", ago_s=50),
-        *(failure(f"r{number}", ago_s=40 - number) for number in range(1, 6)),
-    ]
-    [suspect] = find_suspects(failures, RULE, NOW, {})
-    assert (suspect.num_failures, suspect.num_runs) == (6, 5)
-    assert suspect.reason == (
-        "6 failures within 60 min began on this node (worker_lost 5, hang 1), in r5, r4, r3 and 2 "
-        "more"
-    )
 
 
 def test_a_node_that_was_not_fit_for_one_run_is_one_too_many() -> None:

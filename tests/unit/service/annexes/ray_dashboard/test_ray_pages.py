@@ -15,7 +15,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from service.annexes.ray_dashboard import relay as ray_dashboard
-from service.annexes.ray_dashboard.relay import RayAccess, RayDashboard, access_to, is_log_tail
+from service.annexes.ray_dashboard.relay import RayDashboard, access_to, is_log_tail
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.model.rows import AuditRow
 from tests.support.api_service import ApiService
@@ -308,25 +308,6 @@ async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def test_an_answer_is_passed_on_while_it_is_made(
-    api: ApiService, ray: TellingDashboard
-) -> None:
-    more = asyncio.Event()
-
-    async def slow() -> AsyncIterator[bytes]:
-        yield b"first"
-        await more.wait()
-        yield b"second"
-
-    ray.answers["/api/v0/logs/stream"] = StreamingResponse(slow())
-    viewer = await browser_of(api, "viewer")
-    async with viewer.stream("GET", "/ray/api/v0/logs/stream") as answer:
-        pieces = answer.aiter_raw()
-        assert await anext(pieces) == b"first"
-        more.set()
-        assert await anext(pieces) == b"second"
-
-
 async def test_ray_that_is_away_slow_or_strange_is_a_clear_page(
     api: ApiService, ray: TellingDashboard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,9 +396,3 @@ async def test_no_other_websocket_is_opened(
     with pytest.raises(InvalidStatus):
         await tail(api, await browser_of(api, "admin"), path, origin)
     assert ray.asked == []
-
-
-def test_the_table_knows_what_acts() -> None:
-    assert access_to("memory_profile") is RayAccess.PROFILE
-    assert access_to("task/cpu_profile") is RayAccess.PROFILE
-    assert access_to("api/jobs/x/stop") is None
