@@ -18,7 +18,7 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import attempt, build, departure, replica
+from train_fn.loop import build, departure, replica
 from train_fn.loop.attempt import train
 from train_fn.node import device as broken_device
 from train_fn.recovery.evidence import StepFailed
@@ -30,7 +30,6 @@ from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.tensor_tree import digest
 from train_fn.step.buffers import VolatileBuffers
-from train_fn.step.peers import Peers
 from train_fn.step.profiler import StepProfiler
 
 pytestmark = [pytest.mark.own_process, pytest.mark.slow]
@@ -285,41 +284,6 @@ def test_a_failed_rank_lets_its_peers_go_before_anything_that_takes_time(
     ]
     assert "in raise_after_step_3" in failed.error.traceback, "told before the frames are gone"
     assert failed.error.snapshot_step == 3
-
-
-def test_nothing_is_published_once_the_ranks_meet_at_the_end(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first rank that leaves removes the node's snapshots: of a run that is done none stay."""
-    calls = Calls(monkeypatch)
-    calls.follow(StepProfiler, "close", "close profile")
-    calls.follow(Publisher, "close", "close publisher")
-    calls.follow(Saver, "begin_last", "begin save")
-    calls.follow(attempt, "report_checkpoint", "report checkpoint")
-    calls.follow(Saver, "close", "close saver")
-    calls.follow(Loader, "close", "close loader")
-    calls.follow(session, "snapshot_store", "remove snapshots")
-    share = Peers.share
-
-    def meet(self: Peers, value: Any, source: int) -> Any:
-        if "close profile" in calls:
-            calls.append("meet")
-        return share(self, value, source)
-
-    monkeypatch.setattr(Peers, "share", meet)
-    restored(run_dir, 1)
-    begun = calls.index("close profile")
-    assert calls[begun:] == [
-        "close profile",
-        "close publisher",
-        "begin save",
-        "meet",
-        "meet",
-        "report checkpoint",
-        "close saver",
-        "close loader",
-        "remove snapshots",
-    ]
 
 
 def break_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,32 +101,6 @@ def test_a_rank_that_is_stopped_in_its_turn_holds_up_nobody_for_long(
         assert leave_snapshot(ctx, state_at(7)) is None and len(states(ctx)) == 1
     finally:
         os.close(held)
-
-
-def test_of_ranks_that_meet_one_writes_and_the_others_compare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group, state = ranks(tmp_path, 4), state_at(7)
-    compared = threading.Semaphore(0)
-    writes: list[Path] = []
-    write_state, state_digest = snapshot.write_state, publisher.state_digest
-
-    def write_once_others_wait(path: Path, state: Any) -> str:
-        writes.append(path)
-        for _ in range(3):
-            assert compared.acquire(timeout=20), "the others compare while one writes"
-        return write_state(path, state)
-
-    def compare(state: Any) -> str:
-        found = state_digest(state)
-        compared.release()
-        return found
-
-    monkeypatch.setattr(snapshot, "write_state", write_once_others_wait)
-    monkeypatch.setattr(publisher, "state_digest", compare)
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda ctx: leave_snapshot(ctx, state), group)) == [None] * 4
-    assert len(writes) == 1 and len(states(group[0])) == 1
 
 
 def leave_slowly(ctx: WorkerContext, state: dict[str, Any], begun: Any) -> None:

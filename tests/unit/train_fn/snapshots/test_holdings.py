@@ -4,12 +4,10 @@ and checkpoints that all ranks write together."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,70 +18,30 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageUnavailable
 from tests.support.one_rank import journal_of
-from tests.support.saves import make_context
+from tests.support.two_ranks import (
+    DEADLINE_S,
+    SmallState,
+    Together,
+    both,
+    one_of_two,
+    peers_of,
+)
 from train_fn.checkpoints.commit import load_pieces, num_pieces
 from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.sharded import short
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, RanksApart, StepNotWhole
 from train_fn.snapshots import holdings as holdings_module
 from train_fn.snapshots.holdings import Holdings
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
 from train_fn.state.pieces import Move, Piece
-from train_fn.state.run_state import RunState
 
 pytestmark = pytest.mark.own_process
-
-DEADLINE_S = 30.0
 
 
 @pytest.fixture(autouse=True)
 def on_loopback(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-class Shard(RunState):
-    """Three rows of weights over the ranks."""
-
-    def __init__(self, piece: Piece) -> None:
-        super().__init__()
-        self.piece, self.rows = piece, {"model/w": 3}
-        self.count, self.scheduler, self.rate = torch.zeros(()), 0, 0.1
-        self.weight = torch.zeros(2 - piece.number, 4)
-
-    @property
-    def epoch(self) -> int:
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self.piece is not None
-        empty = {"optimizer": {"lr": self.rate}, "scaler": {}, "ema": None}
-        empty["task"] = {"scheduler": self.scheduler}
-        empty["model"] = {"count": self.count}
-        own = {"piece": tuple(self.piece), "rows": self.rows, "shards": {"model/w": self.weight}}
-        return {**self.counters(0), "fingerprint": "data", **empty, **own}
-
-    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
-        raise NotImplementedError
-
-    def require_sound(self, state: Mapping[str, Any]) -> None:
-        pass
-
-
-class Together:
-    """What the collectives of two ranks do, for ranks that are threads."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=DEADLINE_S)
-        self._said: list[Any] = [None, None]
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self._said[rank] = value
-        self._barrier.wait()
-        found = list(self._said)
-        self._barrier.wait()
-        return found
 
 
 class Rank:
@@ -92,17 +50,10 @@ class Rank:
     def __init__(
         self, rank: int, ctx: WorkerContext, together: Together, of: int, every: int
     ) -> None:
-        self.rank, self.world_size, self._together = rank, 2, together
-        self.ctx, self.state = ctx, Shard(Piece(rank % of, of))
-        self.copies = BoundaryCopies(self.state)
-        self.holdings = Holdings(ctx, self, of, every)  # type: ignore[arg-type]
-        self.holdings.open(self.copies, lambda own: together.exchange(rank, own), 0)
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._together.exchange(self.rank, value)
-
-    def share(self, value: Any, source: int) -> Any:
-        return self.gather(value)[source]
+        self.rank, self.ctx, self.state = rank, ctx, SmallState(Piece(rank % of, of))
+        self.copies, peers = BoundaryCopies(self.state), peers_of(rank, together)
+        self.holdings = Holdings(ctx, peers, of, every)
+        self.holdings.open(self.copies, peers.exchange, 0)
 
     def make_step(self) -> None:
         self.state.step += 1
@@ -119,19 +70,12 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Rank]]
     together = Together()
 
     def made(rank: int) -> Rank:
-        ctx = make_context(tmp_path, rank)
-        place = {"world_size": 2, "node_id": f"node{rank}", "num_nodes": 2}
-        return Rank(rank, dataclasses.replace(ctx, **place), together, *request.param)
+        return Rank(rank, one_of_two(tmp_path, rank), together, *request.param)
 
     ranks = both(made, [0, 1])
     yield ranks
     for rank in ranks:
         rank.holdings.close()
-
-
-def both(action: Callable[[Any], Any], of: list[Any]) -> list[Any]:
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(action, of))
 
 
 def no_room(store: object, label: Label, size: int, blocks: Iterable[memoryview]) -> str:
@@ -207,7 +151,7 @@ def test_ranks_that_would_send_at_other_steps_are_refused(tmp_path: Path) -> Non
     together = Together()
 
     def made(rank: int) -> None:
-        ctx = dataclasses.replace(make_context(tmp_path, rank), node_id=f"node{rank}")
+        ctx = one_of_two(tmp_path, rank)
         with pytest.raises(BadTask, match="heirs is 3 on rank 1 and 1 on rank 0; set it to the"):
             Rank(rank, ctx, together, 2, (1, 3)[rank])
 
@@ -488,11 +432,6 @@ def test_ranks_keep_the_copy_of_a_checkpoint_while_the_next_one_is_due(pair: lis
         both(lambda rank: rank.holdings.meet(), pair)
     assert [each.step for each in CheckpointStore(pair[0].ctx.run_dir).list()] == [1]
     assert {*pair[1].holdings.saves._copies} == {1, 2}
-
-
-def test_a_text_at_a_gate_is_short() -> None:
-    assert short(None) is None and short("full") == "full"
-    assert len(json.dumps(short("\u00e4" * 5000))) == 202
 
 
 def test_a_saver_does_not_wait_for_ranks_that_left(pair: list[Rank]) -> None:

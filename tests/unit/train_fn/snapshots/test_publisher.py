@@ -101,22 +101,6 @@ def test_publishing_takes_one_percent_of_any_stretch_at_most_and_is_not_put_off(
             assert spent <= 0.01 * (published[last][0] - published[first][0]) * (1 + 1e-9)
 
 
-def test_the_price_of_a_publication_counts_its_copy_and_its_writing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(publisher_module.time, "monotonic", lambda: now[0])
-    ctx, state = make_context(tmp_path), make_state()
-    publisher, copies = make_publisher(ctx, state), BoundaryCopies(state)
-    publisher.close()
-    monkeypatch.setattr(
-        publisher_module, "publish_snapshot", lambda *_: now.__setitem__(0, now[0] + 0.5)
-    )
-    publisher._publish(dataclasses.replace(copies.take(), stall_s=0.25))
-    assert not publisher._cadence.is_due(1000.0 - 0.25 + 74.9)
-    assert publisher._cadence.is_due(1000.0 - 0.25 + 75.0)
-
-
 # ---------------------------------------------------------------- what
 
 
@@ -191,27 +175,6 @@ def test_two_snapshots_are_kept_and_no_more_is_ever_held(
     assert held == [1, 2, 2, 2, 2]  # the one being written among them
 
 
-def test_a_save_and_a_publication_at_one_boundary_share_a_copy(tmp_path: Path) -> None:
-    state = make_state()
-    copies = BoundaryCopies(state)
-    advance(state, 1)
-    saved, published = copies.take(), copies.take()
-    assert saved is published
-    advance(state, 2)
-    later = copies.take()
-    assert later is not saved
-    assert float(saved.state["model"]["weight"][0, 0]) == 1
-    memory = saved.state["model"]["weight"].data_ptr()
-    copies.release(saved)
-    advance(state, 3)
-    assert copies.take().state["model"]["weight"].data_ptr() != memory, (
-        "the other holder still reads it"
-    )
-    copies.release(published)
-    advance(state, 4)
-    assert copies.take().state["model"]["weight"].data_ptr() == memory
-
-
 @pytest.mark.usefixtures("at_every_step")
 def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
     ctx, state = make_context(tmp_path, every_steps=1, keep_latest=3), make_state()
@@ -236,31 +199,6 @@ def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- who, and when not
-
-
-@pytest.mark.parametrize(("rank", "world_size", "num_nodes"), [(1, 2, 1), (0, 2, 2)])
-def test_other_ranks_and_groups_on_several_nodes_publish_nothing(
-    rank: int, world_size: int, num_nodes: int, tmp_path: Path
-) -> None:
-    ctx = dataclasses.replace(
-        make_context(tmp_path, rank), world_size=world_size, num_nodes=num_nodes
-    )
-    publisher = make_publisher(ctx, make_state())
-    publisher.offer()
-    publisher.close()
-    assert steps(ctx) == []
-    assert snapshot_events(ctx) == []
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_rank_0_publishes_for_a_group_that_one_node_holds(world_size: int, tmp_path: Path) -> None:
-    ctx = dataclasses.replace(make_context(tmp_path), world_size=world_size, num_nodes=1)
-    state = make_state()
-    publisher = make_publisher(ctx, state)
-    publish(publisher, state, 1)
-    publish(publisher, state, 2)  # not due so soon
-    publisher.close()
-    assert steps(ctx) == [1]
 
 
 @pytest.mark.usefixtures("at_every_step")
@@ -355,29 +293,6 @@ def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(
     assert sweeping is not None
     sweeping.join(DEADLINE_S)
     assert [path.name for path in shared_memory.iterdir()] == ["run_alive"]
-
-
-def test_survivors_and_publications_of_one_node_do_not_contradict_each_other(
-    tmp_path: Path,
-) -> None:
-    """Rank 0 publishes step 3; then both ranks leave what they have when the third dies."""
-    ctx, state = (
-        dataclasses.replace(make_context(tmp_path), world_size=3, num_nodes=1),
-        make_state(),
-    )
-    for step in (1, 3):
-        advance(state, step)
-        assert publish_snapshot(ctx, copy_to_cpu(state.state_dict())) is None
-    assert leave_snapshot(ctx, copy_to_cpu(state.state_dict())) is None
-    advance(state, 4)
-    assert (
-        leave_snapshot(dataclasses.replace(ctx, world_rank=1), copy_to_cpu(state.state_dict()))
-        is None
-    )
-    elected = elect([Offer(0, label) for label in snapshot_store(ctx).labels()], 1)
-    assert elected.offer is not None
-    assert (elected.offer.label.step, elected.offer.label.rank, elected.rejected) == (4, 1, ())
-    assert steps(ctx) == [4]
 
 
 def test_a_state_that_was_published_is_not_left_a_second_time(

@@ -126,23 +126,6 @@ def test_a_copy_that_cannot_wait_uses_what_the_thread_takes(pinning: Pinning) ->
     assert pinning.by_training == []
 
 
-def test_a_copy_that_somebody_holds_at_this_boundary_needs_no_memory(pinning: Pinning) -> None:
-    state = make_state()
-    copies = BoundaryCopies(state)
-    advance(state, 1)
-    copy = copies.take()
-    taken = len(pinning.by_training)
-    assert copies.is_ready() and copies.take() is copy
-    advance(state, 2)
-    assert not copies.is_ready(), "the others still read it"
-    pinning.end()
-    for _ in range(2):
-        copies.release(copy)
-    assert copies.is_ready()
-    copies.take()
-    assert len(pinning.by_training) == taken
-
-
 def test_only_what_a_state_has_gained_is_pinned(pinning: Pinning) -> None:
     pinning.open.set()
     memory, weight = CopyMemory(), torch.ones(3)
@@ -171,19 +154,6 @@ def test_where_no_thread_may_pin_the_copy_does_so_itself(
     assert copies.is_ready() and "not permitted" in caplog.text
     assert copies.take().step == 1
     assert sum(pinning.by_training) == 6
-
-
-def test_the_publisher_goes_by_what_its_caller_was_told(tmp_path: Path, pinning: Pinning) -> None:
-    """Memory may arrive between the two calls. A user's own loop settles its step only if it was
-    told that the state is published."""
-    ctx, state = make_context(tmp_path), make_state()
-    publisher = Publisher(ctx, state, BoundaryCopies(state))
-    advance(state, 1)
-    publishes = publisher.is_due()
-    pinning.end()
-    publisher.offer(due=publishes)
-    publisher.close()
-    assert not publishes and snapshot_store(ctx).labels() == []
 
 
 def test_a_cpu_takes_memory_ahead_for_what_is_large() -> None:
