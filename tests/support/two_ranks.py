@@ -15,7 +15,8 @@ from storage.run_control import Stop
 from tests.support.saves import make_context
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed, PeersGone
-from train_fn.session.session import Remains, Session, keep_state, leave, pieces_left
+from train_fn.session.session import Session, leave
+from train_fn.snapshots.keeper import Remains
 from train_fn.state.pieces import Piece
 from train_fn.state.run_state import RunState
 from train_fn.step.peers import Peers
@@ -112,8 +113,7 @@ class Rank:
         self.session.restore(lambda state, origin: state)
         self.session.open(exchange=self.peers.exchange)
         self.session.begin({})
-        if self.session.holdings is not None:
-            self.session.holdings.publish()
+        self.session.keeper.begin()
 
     def change(self) -> None:
         self.session.pass_gate()
@@ -152,25 +152,16 @@ class Rank:
     def let_go(self, cause: BaseException, error: Any) -> None:
         self.did.append("let go")
         self._error = error
-        self.free()
-
-    def free(self) -> None:
-        """Free whoever waits for this rank."""
-        if self.session.holdings is not None:
-            self.session.holdings.let_go()
 
     def close(self) -> None:
         self.did.append("close")
 
     def keep(self) -> Remains:
         self.did.append("keep")
-        if self.session.holdings is not None:
-            return pieces_left(self.session, self._error)
         whole = self.state.state_dict
-        problem = keep_state(
-            self.ctx, self.state, lambda: whole() if self.state.complete else "between two states"
+        return self.session.keeper.leave(
+            self._error, lambda: whole() if self.state.complete else "between two states"
         )
-        return Remains(self.state.step, problem, None if problem else self.state.step)
 
 
 def both(action: Callable[[Any], Any], of: list[Any]) -> list[Any]:

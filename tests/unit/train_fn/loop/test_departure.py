@@ -26,8 +26,9 @@ from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
 from train_fn.session import session
 from train_fn.session.report import Reporter
-from train_fn.snapshots.publisher import Publisher
+from train_fn.snapshots import whole
 from train_fn.snapshots.store import Label, snapshot_store
+from train_fn.snapshots.whole import WholeKeeper
 from train_fn.state.tensor_tree import digest
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.profiler import StepProfiler
@@ -58,8 +59,8 @@ def small_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     (tmp_path / "shm").mkdir()
     with small_task_alone(tmp_path / "shm", lambda self, **due: None):
         # Only a rank that fails leaves a state here, unless a test publishes one.
-        monkeypatch.setattr(Publisher, "offer", lambda self, due: None)
-        monkeypatch.setattr(Publisher, "keep", lambda self: None)
+        monkeypatch.setattr(WholeKeeper, "after_step", lambda self, due: None)
+        monkeypatch.setattr(WholeKeeper, "publish_now", lambda self: None)
         yield
 
 
@@ -265,9 +266,9 @@ def test_a_failed_rank_lets_its_peers_go_before_anything_that_takes_time(
     calls.follow(departure, "forget_frames", "forget frames")
     calls.follow(Saver, "close", "close saver")
     calls.follow(session, "end_process_group", "end group", look_at_group)
-    calls.follow(Publisher, "close", "close publisher")
+    calls.follow(WholeKeeper, "close", "close publisher")
     calls.follow(VolatileBuffers, "put_back", "put back")
-    calls.follow(departure, "leave_state", "snapshot", look_at_snapshot)
+    calls.follow(whole, "leave", "snapshot", look_at_snapshot)
     calls.follow(StepProfiler, "give_up", "give up profile")
     calls.follow(Reporter, "close", "last reports")
     failed = fail(run_dir, 1)
@@ -290,7 +291,7 @@ def break_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(tree: Any, *_: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(departure, "leave_state", read)
+    monkeypatch.setattr(whole, "leave", read)
     break_after_step_3(monkeypatch)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from train_fn.node.link_time import pass_time, take_in
+from train_fn.node.network import pass_time, take_in
 
 
 def test_a_block_that_arrives_is_timed_and_the_listener_goes_with_its_sender() -> None:

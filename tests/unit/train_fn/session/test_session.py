@@ -55,7 +55,7 @@ def start(
 
     yield started
     for rank in begun:
-        rank.free()
+        rank.session.keeper.let_go()
 
 
 def steps(ranks: list[Rank], count: int, **how: Any) -> None:

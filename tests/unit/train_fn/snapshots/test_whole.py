@@ -28,20 +28,17 @@ from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
-from train_fn.snapshots import election
-from train_fn.snapshots import publisher as publisher_module
+from train_fn.snapshots import forgotten
 from train_fn.snapshots import store as snapshot_module
+from train_fn.snapshots import whole as whole_module
 from train_fn.snapshots.election import Offer, elect
-from train_fn.snapshots.publisher import (
-    OVERHEAD_BYTES,
-    Cadence,
-    Publisher,
-    leave_snapshot,
-    publish_snapshot,
-)
+from train_fn.snapshots.keeper import Restored
+from train_fn.snapshots.leaving import OVERHEAD_BYTES, leave_snapshot, publish_snapshot
 from train_fn.snapshots.store import SnapshotStore, snapshot_store
+from train_fn.snapshots.whole import Cadence, WholeKeeper
 from train_fn.state.tensor_tree import copy_to_cpu, digest, size_bytes
 from train_fn.state.train_state import TrainState
+from train_fn.step.peers import Peers
 
 pytestmark = [pytest.mark.own_process, pytest.mark.usefixtures("shared_memory")]
 
@@ -51,17 +48,21 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "COST_RATIO", 0.0)
+    monkeypatch.setattr(whole_module, "COST_RATIO", 0.0)
 
 
-def make_publisher(ctx: WorkerContext, state: TrainState) -> Publisher:
-    return Publisher(ctx, state, BoundaryCopies(state))
+def make_publisher(
+    ctx: WorkerContext, state: TrainState, copies: BoundaryCopies | None = None
+) -> WholeKeeper:
+    made = WholeKeeper(ctx, Peers(ctx.world_rank, ctx.world_size, ctx.device), state)
+    made.open(copies or BoundaryCopies(state), lambda own: [own], Restored("fresh", 0, None, ()))
+    return made
 
 
-def publish(publisher: Publisher, state: TrainState, step: int) -> None:
+def publish(publisher: WholeKeeper, state: TrainState, step: int) -> None:
     """Offer the state of ``step``, and wait until nothing is being written."""
     advance(state, step)
-    publisher.offer()
+    publisher.after_step()
     with publisher._lock:
         assert publisher._lock.wait_for(
             lambda: publisher._waiting is None and not publisher._writing, DEADLINE_S
@@ -142,7 +143,7 @@ def test_steps_that_go_on_meanwhile_do_not_show_in_what_is_published(tmp_path: P
             for parameter in model.parameters():
                 parameter.fill_(float(step))
         state.step = step
-        publisher.offer()
+        publisher.after_step()
         if step % 7 == 0:
             met.update(assert_whole(store))
     publisher.close()
@@ -179,11 +180,11 @@ def test_two_snapshots_are_kept_and_no_more_is_ever_held(
 def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
     ctx, state = make_context(tmp_path, every_steps=1, keep_latest=3), make_state()
     copies = BoundaryCopies(state)
-    saver, publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
+    saver, publisher = Saver(ctx, state, copies), make_publisher(ctx, state, copies)
     for step in range(1, 30):
         advance(state, step)
         saver.offer(due=True, is_best=False)
-        publisher.offer()
+        publisher.after_step()
     publisher.close()
     saver.save_now()
     saver.close()
@@ -226,8 +227,8 @@ def test_survivors_that_could_leave_nothing_are_told_of_while_they_train(
     ctx = dataclasses.replace(make_context(tmp_path), world_size=2, num_nodes=2)
     monkeypatch.setattr(SnapshotStore, "free_bytes", lambda _: 1000)
     publisher = make_publisher(ctx, make_state())
-    publisher.offer()
-    publisher.offer()
+    publisher.after_step()
+    publisher.after_step()
     assert [data["snapshots"] for data in snapshot_events(ctx)] == ["none"]
 
 
@@ -263,10 +264,10 @@ def test_closing_waits_for_what_is_being_written(
     ctx, state = make_context(tmp_path), make_state()
     publisher = make_publisher(ctx, state)
     advance(state, 1)
-    publisher.offer()
+    publisher.after_step()
     assert begun.wait(DEADLINE_S)
     advance(state, 2)
-    publisher.offer()  # busy: this one is left out
+    publisher.after_step()  # busy: this one is left out
     closing = threading.Thread(target=publisher.close)
     closing.start()
     closing.join(0.05)
@@ -274,7 +275,7 @@ def test_closing_waits_for_what_is_being_written(
     go.set()
     closing.join(DEADLINE_S)
     assert steps(ctx) == [1]
-    publisher.offer()
+    publisher.after_step()
     assert steps(ctx) == [1]
 
 
@@ -285,11 +286,11 @@ def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(
     for run_id in ("run_dead", "run_alive"):
         other = dataclasses.replace(ctx, run_dir=RunDir(open_storage(str(tmp_path)), run_id))
         assert publish_snapshot(other, state.state_dict()) is None
-    long_ago = time.time() - election.FORGOTTEN_S - 60
+    long_ago = time.time() - forgotten.FORGOTTEN_S - 60
     dead = shared_memory / "run_dead"
     for path in (dead, *dead.iterdir()):
         os.utime(path, (long_ago, long_ago))
-    sweeping = election.sweep_forgotten(ctx)
+    sweeping = forgotten.sweep_forgotten(ctx)
     assert sweeping is not None
     sweeping.join(DEADLINE_S)
     assert [path.name for path in shared_memory.iterdir()] == ["run_alive"]
