@@ -2,7 +2,7 @@
 continue from.
 
 A survivor leaves one when an attempt breaks under it. Of a group that a single node holds, where
-nobody may survive, rank 0 publishes them while it trains (``publisher.py``). A snapshot is one file
+nobody may survive, rank 0 publishes them while it trains (``whole.py``). A snapshot is one file
 in shared memory, published by a rename, with a label beside it. It counts as long as no later
 attempt began without it. The end of the run removes it.
 """
