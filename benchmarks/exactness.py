@@ -136,9 +136,9 @@ def _rank(rank: int, case: Case, modes: tuple[str, ...], base: str) -> None:
     import torch.distributed as dist
 
     from train_fn.loop.attempt import take_step
-    from train_fn.snapshots import publisher
+    from train_fn.snapshots import whole
 
-    publisher.COST_RATIO = 1e9  # no snapshots, which a turn of one mode would leave to the other
+    whole.COST_RATIO = 1e9  # no snapshots, which a turn of one mode would leave to the other
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -34,8 +34,6 @@ from collections.abc import Sequence
 
 from everstep.errors import KeptWhole
 
-_NAMES_SHOWN = 5
-
 
 class TrainError(KeptWhole, Exception):
     """Base of what this package raises on purpose."""
@@ -65,7 +63,7 @@ class NonFiniteLoss(TrainError):
             f"{source}"
             + (
                 (
-                    f". An earlier step's gradients were not finite: {_few(weights)} hold NaN or "
+                    f". An earlier step's gradients were not finite: {few(weights, 5)} hold NaN or "
                     "infinity since"
                 )
                 if weights
@@ -82,7 +80,7 @@ class NonFiniteWeights(TrainError):
 
     def __init__(self, step: int, names: Sequence[str]) -> None:
         super().__init__(
-            f"the weights after step {step} are not finite: {_few(names)}. They are saved "
+            f"the weights after step {step} are not finite: {few(names, 5)}. They are saved "
             "nowhere; the run's last checkpoint is "
             "from before. Set train.grad_clip_norm, which refuses such a step before it is taken, "
             "lower optimizer.lr, or look in "
@@ -102,7 +100,7 @@ class NothingTrained(TrainError):
             f"{in_a_row} steps in a row, {total} of {step} in all, were left out because "
             "gradients in fp16 are not finite; the "
             f"loss scale is down to {scale:g}. The gradients of "
-            f"{_few(names) or 'no parameter at a scale of 0'} are not finite. "
+            f"{few(names, 5) or 'no parameter at a scale of 0'} are not finite. "
             "Use train.precision: bf16 or fp32, or keep the named layers' values within fp16's "
             "65504"
         )
@@ -274,9 +272,10 @@ class StorageNotShared(TrainError):
     nothing."""
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
+def few(names: Sequence[str], shown: int = 3) -> str:
+    """Return the first names as text, with the number of further ones."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def forget_frames(exc: BaseException) -> None:

@@ -23,7 +23,7 @@ from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.runs import RunStore
 from storage.logs.journal import JournalEvent
-from train_fn.node.probe import accepts_connection
+from train_fn.node.network import accepts_connection
 from train_fn.recovery.sizing import NodeView, choose_nodes
 
 STEPS, BATCH = 20_000, 25

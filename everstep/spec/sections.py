@@ -162,10 +162,9 @@ class TrainSpec(Frozen):
     node, so that each node has all of it; where nodes have different numbers of ranks, or one each,
     as ``full``."""
     heirs: Annotated[bool | PositiveInt, BeforeValidator(_on_or_off)] = True
-    """Of a sharded model, when a rank of another node gets a copy of each rank's rows: ``true``
-    after every step, so that a node's death costs none; a number N after N steps, fewer of which
-    it costs; ``false`` never, so that it costs those since the last checkpoint. Where another node
-    has the same rows, as with ``hybrid``, nothing is sent."""
+    """Of a sharded model: copy each rank's rows to another node, every step (``true``), every N
+    steps, or never (``false``). A node's death costs no step, fewer than N, or those since the last
+    checkpoint. Where another node has the same rows, as with ``hybrid``, nothing is sent."""
 
     @property
     def wants_determinism(self) -> bool | Literal["auto"]:

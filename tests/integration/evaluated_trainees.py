@@ -21,7 +21,7 @@ from train_fn.loop import build, training
 from train_fn.loop.evaluate import MIN_MICRO_BATCH
 from train_fn.loop.replica import Replica
 from train_fn.session import report
-from train_fn.snapshots.publisher import Publisher
+from train_fn.snapshots.whole import WholeKeeper
 
 NUM_STREAMED = MIN_MICRO_BATCH + 16
 NUM_HELD_OUT = 3 * MIN_MICRO_BATCH + 16
@@ -154,14 +154,14 @@ def deadly_metrics() -> None:
     """Only the first state is published by itself; what is kept before an evaluation is written
     before the ranks die."""
     publishing_once()
-    keep = Publisher.keep
+    keep = WholeKeeper.publish_now
 
-    def keep_and_wait(self: Publisher) -> None:
+    def keep_and_wait(self: WholeKeeper) -> None:
         keep(self)
         with self._lock:
             assert self._lock.wait_for(lambda: self._waiting is None and not self._writing, 60)
 
-    Publisher.keep = keep_and_wait  # type: ignore[method-assign]
+    WholeKeeper.publish_now = keep_and_wait  # type: ignore[method-assign]
     build.build_task = lambda spec: Deadly()
 
 

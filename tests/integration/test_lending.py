@@ -17,7 +17,7 @@ from tests.integration.moving_buffers import SPEC
 from tests.integration.ranks import Job, Outcome, lending_ranks, make_run_dir, train_to_end
 from tests.integration.test_exactness_elastic import Bits, elastic
 from tests.support.service_process import wait_for
-from train_fn.snapshots import lending, state_file
+from train_fn.snapshots import leaving, state_file
 
 MOVING = "tests.integration.elastic_setups:measured_task"
 """A task whose forward passes change, replace and create buffers, and that measures its own
@@ -28,7 +28,7 @@ STEP = 5
 def lends_all() -> None:
     from tests.integration.elastic_setups import measured_task
 
-    lending.SNAPSHOT_BYTES = -1
+    leaving.SNAPSHOT_BYTES = -1
     measured_task()
 
 

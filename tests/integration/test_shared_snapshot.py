@@ -17,8 +17,8 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
 from tests.support.silent_backend import SilentOptions
 from tests.support.two_groups import only_in_chaos
-from train_fn.session import restore
 from train_fn.snapshots import store
+from train_fn.snapshots import whole as broadcast
 from train_fn.snapshots.store import SnapshotStore, node_snapshots
 
 BACKENDS = pytest.mark.parametrize("silent", [None, SilentOptions()], ids=["gloo", "silent"])
@@ -102,7 +102,7 @@ def send_no_tensor() -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("a tensor of the state is sent")
 
-    restore._flat = refuse
+    broadcast._flat = refuse
 
 
 def be_unable_to_read_on_rank_2() -> None:
@@ -123,4 +123,4 @@ def read_the_holders_memory() -> None:
 
 def be_sent() -> None:
     be_unable_to_read_on_rank_2()
-    restore.machine = lambda: str(os.getpid())
+    broadcast.machine = lambda: str(os.getpid())

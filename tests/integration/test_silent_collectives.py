@@ -23,7 +23,7 @@ from tests.support.service_process import wait_for
 from tests.support.silent_backend import SilentOptions, autoload
 from tests.support.two_groups import only_in_chaos
 from train_fn.recovery.evidence import StepFailed
-from train_fn.session import restore
+from train_fn.snapshots import whole as broadcast
 from train_fn.snapshots.store import node_snapshots
 from train_fn.state.tensor_tree import TensorShape
 from train_fn.step.peers import Peers
@@ -113,14 +113,14 @@ def test_other_bytes_than_the_holder_sent_are_refused_by_every_rank(tmp_path: Pa
 
 def send_states() -> None:
     """Let no rank read the memory of another one."""
-    restore.machine = lambda: str(os.getpid())
+    broadcast.machine = lambda: str(os.getpid())
 
 
 def die_while_sending() -> None:
     """Rank 0 ends itself before the last piece of a state; no other collective would follow it but
     those that training begins with."""
     send_states()
-    chunks, flat_of, num_left = restore._chunks, restore._flat, [0]
+    chunks, flat_of, num_left = broadcast._chunks, broadcast._flat, [0]
     start_broadcast = Peers.start_broadcast
 
     def cut(tensors: list[TensorShape]) -> list[list[TensorShape]]:
@@ -140,8 +140,8 @@ def die_while_sending() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return start_broadcast(peers, tensor, source)
 
-    restore._chunks = cut
-    restore._flat = zeros
+    broadcast._chunks = cut
+    broadcast._flat = zeros
     Peers.start_broadcast = send  # type: ignore[method-assign]
 
 

@@ -145,18 +145,18 @@ def too_little_shared_memory() -> None:
 def publishing_all_the_time() -> None:
     """Publish whenever nothing is being written, and write each state only when two more steps have
     changed the weights."""
-    from train_fn.snapshots import publisher
+    from train_fn.snapshots import whole
 
-    publisher.COST_RATIO = 0.0
+    whole.COST_RATIO = 0.0
     publish, offer, close = (
-        publisher.publish_snapshot,
-        publisher.Publisher.offer,
-        publisher.Publisher.close,
+        whole.publish_snapshot,
+        whole.WholeKeeper.after_step,
+        whole.WholeKeeper.close,
     )
     boundary = threading.Condition()
     step, closing = 0, False
 
-    def count_and_offer(self: publisher.Publisher, *, due: bool | None = None) -> None:
+    def count_and_offer(self: whole.WholeKeeper, *, due: bool | None = None) -> None:
         nonlocal step
         with boundary:
             step = self._state.step
@@ -168,28 +168,28 @@ def publishing_all_the_time() -> None:
             boundary.wait_for(lambda: closing or step >= state["step"] + 2)
         return publish(ctx, state)
 
-    def hurry_and_close(self: publisher.Publisher) -> None:
+    def hurry_and_close(self: whole.WholeKeeper) -> None:
         nonlocal closing
         with boundary:
             closing = True
             boundary.notify_all()
         close(self)
 
-    publisher.publish_snapshot = publish_late
-    publisher.Publisher.offer = count_and_offer  # type: ignore[method-assign]
-    publisher.Publisher.close = hurry_and_close  # type: ignore[method-assign]
+    whole.publish_snapshot = publish_late
+    whole.WholeKeeper.after_step = count_and_offer  # type: ignore[method-assign]
+    whole.WholeKeeper.close = hurry_and_close  # type: ignore[method-assign]
 
 
 def publishing_once() -> None:
-    from train_fn.snapshots import publisher
+    from train_fn.snapshots import whole
 
-    publisher.COST_RATIO = 1e9
+    whole.COST_RATIO = 1e9
 
 
 def publishing_nothing() -> None:
-    from train_fn.snapshots.publisher import Publisher
+    from train_fn.snapshots.whole import WholeKeeper
 
-    Publisher.offer = lambda self, due=None: None  # type: ignore[method-assign]
+    WholeKeeper.after_step = lambda self, due=None: None  # type: ignore[method-assign]
 
 
 class LineStream(IterableDataset[dict[str, torch.Tensor]]):

@@ -488,9 +488,9 @@ def load_plain(model: Any, optimizer: Any, directory: Path) -> None:
 
 def die_while_sending(step: int, die: Callable[[], None]) -> None:
     """Let this rank die when half of a piece is on its way to its heir, of that step or later."""
-    from train_fn.snapshots import holdings
+    from train_fn.snapshots import links as links_module
 
-    send = holdings.PieceLinks.send
+    send = links_module.PieceLinks.send
 
     def sending(links: Any, rank: int, label: Any) -> None:
         if label.step < step:
@@ -499,42 +499,42 @@ def die_while_sending(step: int, die: Callable[[], None]) -> None:
             send_half(links, rank, label)
             die()
 
-    holdings.PieceLinks.send = sending  # type: ignore[method-assign]
+    links_module.PieceLinks.send = sending  # type: ignore[method-assign]
 
 
 def die_while_moving(die: Callable[[], None]) -> None:
     """Let this rank die when pieces of an earlier attempt move to the nodes that need them: in the
     middle of one that it sends, or that it receives, else beside them."""
-    from train_fn.snapshots.holdings import Holdings
+    from train_fn.snapshots.pieces import PieceKeeper
 
-    bring = Holdings.bring
+    bring = PieceKeeper.bring
 
-    def receive_some(holdings: Any, label: Any, blocks: Any) -> Any:
+    def receive_some(keeper: Any, label: Any, blocks: Any) -> Any:
         yield next(iter(blocks))
         die()
 
-    def dying(holdings: Any, wanted: Any) -> Any:
-        rank = holdings._peers.rank
+    def dying(keeper: Any, wanted: Any) -> Any:
+        rank = keeper._peers.rank
         for move, label in wanted.items():
             if move.source == rank:
-                send_half(holdings._links, move.target, label)
+                send_half(keeper._links, move.target, label)
                 die()
         if not any(move.target == rank for move in wanted):
             die()
-        Holdings._noticed = receive_some  # type: ignore[method-assign]
-        return bring(holdings, wanted)
+        PieceKeeper._noticed = receive_some  # type: ignore[method-assign]
+        return bring(keeper, wanted)
 
-    Holdings.bring = dying  # type: ignore[method-assign]
+    PieceKeeper.bring = dying  # type: ignore[method-assign]
 
 
 def send_half(links: Any, rank: int, label: Any) -> None:
     """Send the first half of a snapshot's file."""
-    from train_fn.snapshots import holdings
+    from train_fn.snapshots import links as links_module
 
     with links._store.open(label) as file:
         data = file.read()
     said = json.dumps(asdict(label)).encode()
-    head = holdings._HEAD.pack(len(said), len(data)) + said
+    head = links_module._HEAD.pack(len(said), len(data)) + said
     links._to(rank).sendall(head + data[: len(data) // 2])
 
 

@@ -186,24 +186,32 @@ def write_files(
     Args:
         on_write: called whenever the storage has taken bytes.
     """
+    for name, write in files_of(state, safetensors=safetensors).items():
+        with writer.write_file(name, on_write) as file:
+            write(file)
+        on_write()
+
+
+def files_of(
+    state: Mapping[str, Any], *, safetensors: bool, with_common: bool = True
+) -> dict[str, Callable[[Any], None]]:
+    """Return what writes each file of a state, or of a rank's piece of one.
+
+    Args:
+        with_common: also what all pieces have in common.
+    """
     if state.get("shards") is not None:
-        for name, content in piece_contents(state, with_common=True).items():
-            with writer.write_file(name, on_write) as file:
-                save(content, file)
-            on_write()
-        return
+        contents = piece_contents(state, with_common=with_common)
+        return {name: partial(save, content) for name, content in contents.items()}
     rest = dict(state)
     model, ema = rest.pop("model"), rest.pop("ema")
-    files = {MODEL_FILE: model, STATE_FILE: rest}
-    if ema is not None:
-        files[EMA_FILE] = {**model, **ema}
-    for name, content in files.items():
-        with writer.write_file(name, on_write) as file:
-            save(content, file)
-        if name != STATE_FILE and safetensors:
-            with writer.write_file(name.removesuffix(".pt") + ".safetensors", on_write) as file:
-                write_safetensors(content, file)
-        on_write()
+    weights = {MODEL_FILE: model} if ema is None else {MODEL_FILE: model, EMA_FILE: model | ema}
+    files: dict[str, Callable[[Any], None]] = {STATE_FILE: partial(save, rest)}
+    for name, content in weights.items():
+        files[name] = partial(save, content)
+        if safetensors:
+            files[name.removesuffix(".pt") + ".safetensors"] = partial(write_safetensors, content)
+    return files
 
 
 def piece_contents(state: Mapping[str, Any], *, with_common: bool) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.run_dir import RunDir
 from train_fn.checkpoints.commit import load_pieces, load_trusted, num_pieces
 from train_fn.context import WorkerContext
-from train_fn.errors import ForkRefused
-from train_fn.state.contents import few, other_base, sums_of
+from train_fn.errors import ForkRefused, few
+from train_fn.state.contents import other_base, sums_of
 from train_fn.state.optim import unpacked
 from train_fn.state.pieces import joined
 from train_fn.state.sound_state import ledger_fault

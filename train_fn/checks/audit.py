@@ -17,11 +17,10 @@ from torch import nn
 from everstep.wire.drills import DrillKind
 from train_fn.checks.check import Moment, checked
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, Miscomputed, PeerMiscomputed
+from train_fn.errors import BadTask, Miscomputed, PeerMiscomputed, few
 from train_fn.samples.sampler import MicroBatch, generators_kept, key
 from train_fn.samples.streams import StreamSet
 from train_fn.snapshots.election import odd_ranks
-from train_fn.state.contents import few
 from train_fn.step.fingerprints import (
     Computed,
     Dispute,

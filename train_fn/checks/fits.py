@@ -17,9 +17,8 @@ from everstep.spec.run_spec import RunSpec
 from everstep.spec.sections import CheckpointSpec
 from train_fn.checks.check import Moment, checked
 from train_fn.checks.returns import require_measured
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, few
 from train_fn.samples.sampler import MicroBatch, Sampler
-from train_fn.state.contents import few
 from train_fn.tasks.protocol import METHOD, Task, is_iterable, makes_own_steps, where
 
 _WAY_OUT = "or set train.exactness to world_size"

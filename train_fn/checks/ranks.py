@@ -28,9 +28,11 @@ from train_fn.errors import (
     DataChanged,
     NumericsChanged,
     PeersGone,
+    few,
 )
-from train_fn.snapshots.election import odd_ranks, raise_apart
-from train_fn.state.contents import DRAW_ALIKE, Contents, Sketch, alike, few, sketch
+from train_fn.snapshots.election import odd_ranks
+from train_fn.snapshots.store import raise_apart
+from train_fn.state.contents import DRAW_ALIKE, Contents, Sketch, alike, sketch
 from train_fn.state.sound_state import Numerics
 from train_fn.state.train_state import TrainState
 from train_fn.step.fingerprints import Fingerprints, word_sum

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from train_fn.checks.check import Check, Moment, checked
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, few
 from train_fn.samples.loader import data_sets_in
-from train_fn.state.contents import Sketch, alike, few, sketch
+from train_fn.state.contents import Sketch, alike, sketch
 from train_fn.state.optim import Optimizers
 from train_fn.step.fingerprints import local, word_sum
 from train_fn.step.plain_attributes import PlainAttributes

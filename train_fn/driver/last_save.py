@@ -20,7 +20,7 @@ from train_fn.journal.step_records import StepRecords, compare
 from train_fn.ray_train.group.left_states import LeftStates
 from train_fn.recovery.history import History
 from train_fn.recovery.launch import ControllerOutcome
-from train_fn.snapshots.election import LastSave, newest_durable
+from train_fn.snapshots.last_save import LastSave, newest_durable
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from train_fn.recovery.sizing import use_gpu
 
 if TYPE_CHECKING:
     from train_fn.ray_train.group.left_states import LeftStates
-    from train_fn.snapshots.election import LastSave
+    from train_fn.snapshots.last_save import LastSave
 
 OLDER_MARGIN_S = 15.0
 """An older submission's controller gets so much longer than its ranks may take to save."""

@@ -15,15 +15,14 @@ from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.loop.build import build_once
 from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, require_whole
-from train_fn.loop.departure import leave
+from train_fn.loop.departure import Rescue, leave
 from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
 from train_fn.loop.replica import Replica
-from train_fn.loop.rescue import Rescue
 from train_fn.loop.step import run_passes
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.session.report import Reporter
-from train_fn.snapshots.lending import leave as leave_state
+from train_fn.snapshots.leaving import leave as leave_state
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
 from train_fn.step.precision import reproducibility
@@ -87,7 +86,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     totals = run_passes(training)  # a collective: it returns on every rank or on none
     require_whole(training, totals)  # the gate: every rank passes it, or none
     replica.together.require(totals)
-    session.pass_gate()  # a collective of sharded models
+    session.pass_gate()  # a collective if states are kept in pieces
     if training.audit is not None:
         training.audit.check(totals)
     values = commit(training, totals)  # no collective: what one rank does here, all do
@@ -134,9 +133,7 @@ def begin(training: Training) -> bool:
     is_best = close_boundary(training, is_new=False)
     if (is_best or is_unsaved_fork) and replica.state.step < replica.last_step:
         session.save(is_due=is_unsaved_fork, is_best=True)
-    if session.holdings is not None:
-        # Under the new heirs, before anything changes: the next death may follow at once.
-        session.holdings.publish()
+    session.keeper.begin()
     session.reporter.start_clock()
     return is_best
 
@@ -154,7 +151,7 @@ def _facts(training: Training) -> dict[str, object]:
         # before the attempt's first step
         "rests": evaluation_is_due(ctx, replica) or replica.state.hook_due,
         "guarantee": replica.train_set.guarantee() if is_first else None,
-        "snapshots": training.session.snapshots,
+        "snapshots": training.session.keeper.snapshots,
         "warnings": list(replica.warnings),
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),
@@ -185,7 +182,7 @@ def close_boundary(training: Training, *, is_new: bool = True) -> bool:
     if closes:
         _close_epoch(replica, reporter, evaluates)
     if is_new and (evaluates or state.hook_due):
-        session.publisher.keep()
+        session.keeper.publish_now()
     is_best = evaluates and _evaluate(ctx, replica, reporter)
     calls = state.hook_due and has_hook(replica)  # a fork may have another task
     rested = state.evaluated_step == state.step or calls
@@ -250,7 +247,7 @@ def hands_over(training: Training, stop: Stop) -> bool:
         stop: why the ranks have stopped.
     """
     ctx, replica = training.ctx, training.replica
-    if stop != "pause" or replica.state.piece is not None:
+    if stop != "pause" or training.session.keeper.has_gate:
         return False  # the nodes of a smaller group may lack pieces
     may_leave = replica.state.complete
     if ctx.world_rank == 0:
@@ -270,12 +267,12 @@ def hand_over(progress: RankProgress) -> None:
     training.profiler.close()
     session = training.session
     session.reporter.hand_over()
-    session.publisher.close()
+    session.keeper.close()
     session.reporter.close()
     session.saver.close()
     training.loader.close()
     training.clock.close()
-    progress.replica = progress.training = None
+    progress.replica = progress.training = progress.session = None
     replica.let_go()
     gc.collect()
     end_process_group()

@@ -24,7 +24,7 @@ from train_fn.checks.returns import (
 )
 from train_fn.checks.trained import check_no_scheduler
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, few
 from train_fn.loop.sharded import (
     as_if_full,
     require_elementwise,
@@ -34,7 +34,7 @@ from train_fn.loop.sharded import (
 from train_fn.samples.loader import KeyedDataset, TrainingData, collate_of, to_device
 from train_fn.samples.sampler import MicroBatch, Sampler, WholeShares, seed_building
 from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
-from train_fn.state.contents import Contents, FrozenPart, Sketch, few, sketch_weights
+from train_fn.state.contents import Contents, FrozenPart, Sketch, sketch_weights
 from train_fn.state.optim import Ema, Optimizers, build_optimizer
 from train_fn.state.sound_state import Numerics
 from train_fn.state.train_state import TrainState

@@ -18,9 +18,10 @@ from train_fn.checks.order import met_by_all
 from train_fn.checks.returns import check_gradients, check_moves, check_sum, uses_nothing
 from train_fn.checks.trained import GradientWatch, require_samples_kept
 from train_fn.elastic.exchange import TreeLateChanges, TreeValues
+from train_fn.errors import few
 from train_fn.loop.sharded import GatheredWeights, passes_named, require_forgotten
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
-from train_fn.state.contents import Sketch, few, sketch
+from train_fn.state.contents import Sketch, sketch
 from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import NOT_COMPARED, numerics_of
 from train_fn.step.buffers import VolatileBuffers

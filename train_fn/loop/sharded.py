@@ -33,10 +33,9 @@ from train_fn.checks.check import Moment, checked
 from train_fn.checks.fits import hooked_parameters
 from train_fn.checks.order import met_by_all, require_same_order
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, few
 from train_fn.loop.step import StepExchange
 from train_fn.node.device import kernels
-from train_fn.state.contents import few
 from train_fn.state.optim import Optimizers
 from train_fn.state.pieces import Piece, group_size
 from train_fn.step.fingerprints import local

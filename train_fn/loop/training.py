@@ -22,9 +22,9 @@ from train_fn.loop.sharded import ShardedStep
 from train_fn.loop.step import StepExchange, TreeStep
 from train_fn.samples.loader import Loader
 from train_fn.session.report import speed_of
-from train_fn.session.restore import Restored
 from train_fn.session.session import Session
-from train_fn.snapshots.election import sweep_forgotten
+from train_fn.snapshots.forgotten import sweep_forgotten
+from train_fn.snapshots.keeper import Restored
 from train_fn.state.contents import sketch_weights
 from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.peers import bucket_sizes
@@ -33,7 +33,7 @@ from train_fn.step.timing import StepClock, StragglerWatch
 from train_fn.tasks.protocol import where
 
 if TYPE_CHECKING:
-    from train_fn.loop.rescue import Rescue
+    from train_fn.loop.departure import Rescue
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ class RankProgress:
     """What the rank is doing, for the report of a failure."""
     replica: Replica | None = None
     """None until it is built."""
+    session: Session | None = None
+    """None until the replica is about to be restored."""
     is_restored: bool = False
     """Whether the replica's step is one of the run's."""
     training: Training | None = None
@@ -101,6 +103,7 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
         require_safetensors(replica.state.model.state_dict())
     progress.phase = "restore"
     session = Session(ctx, replica.state, replica.peers, int(ctx.spec.train.heirs))
+    progress.session = session
     restore(session, replica)
     source = session.restored.source
     progress.is_restored = True

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import ipaddress
 import logging
+import math
 import os
+import selectors
 import socket
 import stat
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -335,3 +339,117 @@ def lowered_level() -> str | None:
         f"{_VARIABLE}=DETAIL is taken for INFO: over gloo torch's DDP crashes with DETAIL. Set it "
         "to INFO, or use GPUs"
     )
+
+
+# ---------------------------------------------------------------- probe
+
+# Whether many hosts accept a connection at once: the fastest sign of a dead raylet.
+
+
+def accepts_connection(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool]:
+    """Return, for each ``(host, port)``, whether it accepted a TCP connection in ``timeout_s``."""
+    return [answer is True for answer in ask(addresses, timeout_s)]
+
+
+def ask(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool | None]:
+    """Return, for each ``(host, port)``, whether it accepts a TCP connection; None if it does not
+    respond within ``timeout_s``.
+
+    All are tried in parallel. The host of a dead process refuses at once; a dead or cut-off host
+    does not respond. Hosts must be IP addresses, since resolving a name would block.
+    """
+    accepted: list[bool | None] = [None] * len(addresses)
+    deadline = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as waiting:
+        for index, (host, port) in enumerate(addresses):
+            try:
+                connection = socket.socket(
+                    socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+                )
+                connection.setblocking(False)
+                connection.connect_ex((host, port))
+                waiting.register(connection, selectors.EVENT_WRITE, index)
+            except OSError:
+                continue
+        while waiting.get_map():
+            ready = waiting.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for key, _ in ready:
+                connection = key.fileobj  # type: ignore[assignment]
+                error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                # connected, refused by the host, or the network cannot reach it
+                refused = False if error == errno.ECONNREFUSED else None
+                accepted[key.data] = refused if error else True
+                waiting.unregister(connection)
+                connection.close()
+        for key in list(waiting.get_map().values()):
+            waiting.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
+    return accepted
+
+
+# ---------------------------------------------------------------- link time
+
+# Time how long a block of bytes takes from one node to another: one end receives it, the other one
+# sends it and waits for an answer. Plain sockets need no process group, and end in time if
+# a network drops all that is sent.
+
+LINK_BYTES = 4 << 20
+REPEATS = 3
+"""The best of so many times counts, so that other load of the moment does not."""
+
+_CHUNK_BYTES = 1 << 16
+
+
+def take_in(ip: str, timeout_s: float) -> tuple[str, int]:
+    """Receive the blocks of one sender, in a thread that ends with it or after ``timeout_s`` of
+    silence. Return the address to send to.
+
+    Raises OSError if ``ip`` is not this node's.
+    """
+    listener = listen_at(ip)
+    listener.settimeout(timeout_s)
+    threading.Thread(
+        target=_take_in, args=(listener, timeout_s), name="link-time", daemon=True
+    ).start()
+    return ip, int(listener.getsockname()[1])
+
+
+def pass_time(address: tuple[str, int], timeout_s: float) -> float | None:
+    """Return the seconds in which a block of ``LINK_BYTES`` reached ``address``, the best of
+    several; None if one took too long."""
+    try:
+        with socket.create_connection(address, timeout_s) as connection:
+            return best_time(partial(_pass_block, connection, bytes(LINK_BYTES)))
+    except OSError:
+        return None
+
+
+def _pass_block(connection: socket.socket, block: bytes) -> None:
+    connection.sendall(block)
+    if not connection.recv(1):
+        raise ConnectionResetError("the other end has closed")
+
+
+def _take_in(listener: socket.socket, timeout_s: float) -> None:
+    with listener, contextlib.suppress(OSError):
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(timeout_s)
+            received = 0
+            while data := connection.recv(_CHUNK_BYTES):
+                received += len(data)
+                if received % LINK_BYTES == 0:
+                    connection.sendall(b".")
+
+
+def best_time(action: Callable[[], None], enough_s: float = 0.0) -> float:
+    """Return the seconds of the fastest of several runs, or of the first that took less than
+    ``enough_s``. An action must wait for its device."""
+    times: list[float] = []
+    while len(times) < REPEATS and min(times, default=math.inf) >= enough_s:
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -23,9 +23,14 @@ from everstep.wire.deployment import StorageFacts, source_digest
 from storage import cluster
 from storage.errors import StorageError
 from storage.filesystem import open_storage
-from train_fn.node.network import interface_of, listen_at, meet_on_the_clusters_network, store_at
+from train_fn.node.network import (
+    accepts_connection,
+    interface_of,
+    listen_at,
+    meet_on_the_clusters_network,
+    store_at,
+)
 from train_fn.node.node_dir import SHARED_MEMORY
-from train_fn.node.probe import accepts_connection
 from train_fn.storage_proof import APPEAR_S, appeared
 
 CONNECT_S = 3.0

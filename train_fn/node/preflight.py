@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from train_fn.node.device import Product, compare_products, kernels
-from train_fn.node.link_time import LINK_BYTES, best_time
-from train_fn.node.network import interface_problem
+from train_fn.node.network import LINK_BYTES, best_time, interface_problem
 from train_fn.node.node_dir import own_temporary_dir, shared_memory_root
 
 # ---------------------------------------------------------------- fitness

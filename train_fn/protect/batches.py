@@ -18,11 +18,11 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from train_fn import own_loop
-from train_fn.errors import BadTask, DataChanged
+from train_fn.errors import BadTask, DataChanged, few
 from train_fn.samples.ledger import Count, sample_hashes
 from train_fn.samples.loader import KeyedDataset, begin_loader_process, taken_as_is
 from train_fn.samples.sampler import MASK64, IndexArray, MicroBatch, Sampler, share_of
-from train_fn.state.contents import DRAW_ALIKE, Contents, few, require_same_contents
+from train_fn.state.contents import DRAW_ALIKE, Contents, require_same_contents
 from train_fn.step.peers import Peers
 
 _MOST_STEPS = 64

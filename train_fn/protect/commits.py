@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from storage.run_control import Stop
-from train_fn.errors import BadTask, StepNotWhole
+from train_fn.errors import BadTask, StepNotWhole, few
 from train_fn.protect.batches import EqualBatches, Share
 from train_fn.protect.changes import FROZEN, OPTIONS
 from train_fn.protect.loop_state import MOST_VALUES, LoopState, Values, received, sent
 from train_fn.samples.ledger import Count
 from train_fn.session.session import Session
-from train_fn.state.contents import few
 from train_fn.step.peers import Peers
 from train_fn.step.report import ReportRows, StepReport, Votes, stop_of
 

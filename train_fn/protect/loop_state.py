@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from train_fn.checks.ranks import require_same_samples
-from train_fn.errors import BadTask, DataChanged
+from train_fn.errors import BadTask, DataChanged, few
 from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch, Share
 from train_fn.protect.changes import PartCopies, Volatile, WeightsMark
 from train_fn.samples.sampler import Sampler
-from train_fn.state.contents import few
 from train_fn.state.optim import Packer, match_layout, unpacked
 from train_fn.state.pieces import WEIGHT, weights_in
 from train_fn.state.run_state import RunState

@@ -171,9 +171,7 @@ class Protected:
         self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1
         if training.shadows is not None:
             training.shadows.take()
-        if session.holdings is not None:
-            # Under the new heirs, before anything changes: the next death may follow at once.
-            session.holdings.publish()
+        session.keeper.begin()
         ctx.report_state_bytes(size_bytes(state.state_dict()))
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_update)
@@ -332,7 +330,7 @@ class Protected:
         every rank has run its backward pass."""
         training.arrive()
         training.session.require_current()
-        if training.session.holdings is not None:
+        if training.session.keeper.has_gate:
             self._end_commit(training)  # what is about to change must be kept by now
         training.commits.read()
         if training.shadows is None:
@@ -396,18 +394,18 @@ class Protected:
         """Save and publish what is due, and end the loop if it is to stop. Nothing of a step is
         kept before the ranks have agreed on it."""
         session, is_closing = training.session, self._state.is_closing
-        if session.holdings is not None:
+        if session.keeper.has_gate:
             training.commits.read()
             held = held._replace(due=training.commits.saves_agreed)
-        publishes = session.publisher.is_due()
+        publishes = session.keeper.is_due()
         nears_end = self._state.ends_epoch_in(1) and not publishes
         if held.due or is_closing or held.stop is not None or publishes or nears_end:
             training.commits.read()
         if is_closing:
             self._close_epoch(training)
         session.keep(is_due=held.due, publishes=publishes)
-        if nears_end:
-            session.publisher.keep(if_soon=True)  # a death at the epoch's end costs one step then
+        if nears_end:  # a death at the epoch's end costs one step then
+            session.keeper.publish_now(if_soon=True)
         if held.stop is not None:
             self._finish(training, held.stop)
             raise StopAgreed(held.stop)

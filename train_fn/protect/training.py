@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,9 +46,10 @@ from train_fn.protect.commits import Agreement, Boundary, Commits, Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.recovery.settings import why_torch_ends_it
-from train_fn.session.session import Remains, Session, keep_state, not_copied, pieces_left
+from train_fn.session.session import Leaver, Session, not_copied
 from train_fn.session.session import leave as leave_attempt
-from train_fn.snapshots.election import sweep_forgotten
+from train_fn.snapshots.forgotten import sweep_forgotten
+from train_fn.snapshots.keeper import Remains
 from train_fn.standalone.rank import (
     CLOSE_S,
     LocalPlace,
@@ -181,7 +183,7 @@ def training_facts(
         "num_samples": sampler.num_samples if sampler else None,
         "num_parameters": sum(value.numel() for value in state.parts.parameters()),
         "micro_batch_size": None,
-        "snapshots": session.snapshots,
+        "snapshots": session.keeper.snapshots,
         "guarantee": guarantee(state),
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),
@@ -205,7 +207,7 @@ _TORN = (
 )
 
 
-class _Departure:
+class _Departure(Leaver):
     """What a protected loop does when its attempt broke (``Leaver``)."""
 
     def __init__(self, ctx: WorkerContext, training: LoopTraining | None) -> None:
@@ -218,30 +220,15 @@ class _Departure:
         keep_if_broken(self._ctx.device, cause, self._training)
         self._error = error
         if self._training is not None:
-            if (holdings := self._training.session.holdings) is not None:
-                holdings.let_go()
             self._is_known, self.fault = self._training.commits.settle()
-
-    def close(self) -> None:
-        pass
 
     def keep(self) -> Remains:
         training = self._training
         if training is None:
             return Remains(None, "the rank had no state yet")
-        if training.session.holdings is not None:
-            assert self._error is not None
-            return pieces_left(training.session, self._error)
-        found: dict[str, Any] | str = ""
-
-        def whole() -> dict[str, Any] | str:
-            nonlocal found
-            found = state_to_keep(training, self._is_known)
-            return found
-
-        problem = keep_state(self._ctx, training.state, whole)
-        kept_step = found["step"] if problem is None and isinstance(found, dict) else None
-        return Remains(training.state.step, problem, kept_step)
+        assert self._error is not None
+        last_committed = partial(state_to_keep, training, self._is_known)
+        return training.session.keeper.leave(self._error, last_committed)
 
 
 def leave(

@@ -22,12 +22,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from train_fn.errors import few
 from train_fn.node.secrets import process_redactor, read_secrets
 from train_fn.ranks.orders import BuildOrder, BuildResult
 from train_fn.ranks.zygote import LONELY_S, Zygote, begin_anew, end_after, listen_at, show_as
@@ -35,7 +35,6 @@ from train_fn.recovery.launch import RankJob
 from train_fn.recovery.settings import take_environment
 from train_fn.step.place_watch import asked_at, watching
 
-_SHOWN = 3
 _LONGEST = 500
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -127,25 +126,21 @@ def _why_not(threads: Collection[int], fds: Collection[int]) -> str | None:
             "its device"
         )
     if new := _threads() - set(threads):
+        names = few(sorted(map(_thread_name, new)))
         return (
-            f"the build has left {len(new)} threads running ({_few(map(_thread_name, new))}); "
-            "start them where a batch is read, in __getitem__ or collate"
+            f"the build has left {len(new)} threads running ({names}); start them where a batch "
+            "is read, in __getitem__ or collate"
         )
-    if children := _children():
-        return f"the build has left processes running ({_few(children)}); end them there"
-    opened = [path for fd, path in _descriptors().items() if fd not in fds and not _is_mapped(fd)]
+    if children := sorted(map(str, _children())):
+        return f"the build has left processes running ({few(children)}); end them there"
+    found = _descriptors().items()
+    opened = sorted(path for fd, path in found if fd not in fds and not _is_mapped(fd))
     if opened:
         return (
-            f"the build has left files open ({_few(opened)}), whose place ranks would share; open "
+            f"the build has left files open ({few(opened)}), whose place ranks would share; open "
             "them where a sample is read, in __getitem__"
         )
     return None
-
-
-def _few(names: Any) -> str:
-    found = sorted(map(str, names))
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
 
 
 def _threads() -> set[int]:

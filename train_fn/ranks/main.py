@@ -31,7 +31,7 @@ from train_fn.ranks.rank import Outside, run_rank
 from train_fn.ranks.zygote import begin_anew, show_as
 from train_fn.recovery.hang import TRAINING_THREAD
 from train_fn.recovery.launch import Meeting, Position, RankJob
-from train_fn.snapshots import lending
+from train_fn.snapshots import leaving
 from train_fn.step.nccl import collective_counts
 
 REPORTS_TAKEN_S = 60.0
@@ -155,7 +155,7 @@ class _Rank:
         try:
             return run_rank(job, place, outside)
         finally:
-            if (step := lending.lent_step()) is not None:
+            if (step := leaving.lent_step()) is not None:
                 self.line.call("note", "lends", (step,))
 
     def _deliver(self, source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
@@ -180,4 +180,4 @@ class _Rank:
         return collective_counts()
 
     def leave_kept_state(self) -> str | None:
-        return lending.write()
+        return leaving.write()

@@ -19,7 +19,7 @@ from everstep.wire.events import EventKind
 from storage.cluster import MarkedNode
 from storage.filesystem import Storage
 from train_fn.journal.client import ActorJournalClient
-from train_fn.node.probe import ask
+from train_fn.node.network import ask
 from train_fn.ray_train.ray_internals import (
     NoopDecision,
     ResizeDecision,

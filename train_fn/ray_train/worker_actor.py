@@ -26,10 +26,8 @@ import ray.train
 
 from storage.run_dir import RunDir
 from train_fn.errors import CannotBuild, RankDied
-from train_fn.node.link_time import pass_time, take_in
 from train_fn.node.memory import look_for_oom, oom_kills
-from train_fn.node.network import interface_problem
-from train_fn.node.probe import accepts_connection
+from train_fn.node.network import accepts_connection, interface_problem, pass_time, take_in
 from train_fn.ranks.fork import Zygotes
 from train_fn.ranks.orders import BuildOrder, RankFacts
 from train_fn.ranks.zygote import streams_of_this

@@ -314,7 +314,7 @@ WAITING_FILES = (
     *(
         "/train_fn/loop/own_step.py",
         "/train_fn/loop/replica.py",
-        "/train_fn/session/restore.py",
+        "/train_fn/snapshots/whole.py",
         "/train_fn/user_code/packages.py",
     ),
     *("/train_fn/protect/commits.py", "/train_fn/protect/changes.py"),

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from train_fn.errors import few
+
 
 @dataclass
 class Update:
@@ -300,7 +302,7 @@ def _of_step(
         if [each[0] for each in one] != [each[0] for each in other]:
             became = f"{_shown(one)} became {_shown(other)}"
             if twin.carried:
-                of = f"{_few(twin.carried)} held it when the step before was committed: {became}"
+                of = f"{few(twin.carried, 2)} held it when the step before was committed: {became}"
                 return differs("a batch that was read before", of)
             return differs("the samples", became)
     if is_whole and len(step.inputs) != len(twin.inputs):
@@ -310,9 +312,9 @@ def _of_step(
         if at and (changed := _changed(due.state, made.state)) is not None:
             return differs(*changed, at)
         if names := _names(due.gradients, made.gradients):
-            return differs("the gradients", f"of {_few(names)}", at)
+            return differs("the gradients", f"of {few(names, 2)}", at)
         if names := _names(due.draws, made.draws):
-            return differs("the random numbers", f"of {_few(names)}", at)
+            return differs("the random numbers", f"of {few(names, 2)}", at)
     if is_whole and len(step.updates) != len(twin.updates):
         detail = f"{len(twin.updates)} became {len(step.updates)}"
         return differs("the number of optimizer steps", detail)
@@ -320,7 +322,8 @@ def _of_step(
         before, after = twin.updates[0].held, step.updates[0].held
         kept = [name for name in after if _is_lost(before.get(name, ""), after[name])]
         if kept := [name for name in kept if name not in ignored]:
-            return differs("what the code keeps", _few([with_line(each, lines) for each in kept]))
+            lost = few([with_line(each, lines) for each in kept], 2)
+            return differs("what the code keeps", lost)
     return None
 
 
@@ -359,10 +362,6 @@ def _values(names: list[str], expected: Mapping[str, str], found: Mapping[str, s
 def _names(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     names = [name for name in expected if found.get(name) != expected[name]]
     return names + [name for name in found if name not in expected]
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _shown(call: list[list[str]]) -> str:

@@ -292,7 +292,7 @@ class Reporter:
         elif self._journal is not None:
             self._journal.emit(kind, data)
 
-    def report_up_to(self, step: int) -> None:
+    def report_up_to(self, step: float) -> None:
         """Report nothing of later steps until the next call: they may have to be made again. Until
         the first call, all steps are reported at once."""
         self._newest = step

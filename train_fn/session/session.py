@@ -27,36 +27,29 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from everstep.wire.events import EventKind
 from storage.claims import claim_attempt, successor
 from storage.errors import StorageUnavailable
 from storage.run_control import Stop
-from train_fn.checkpoints.fork import Origin
 from train_fn.checkpoints.save_slot import BoundaryCopies
-from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
+from train_fn.checkpoints.saver import FINAL_PATIENCE_S, STOP_PATIENCE_S, Saver
 from train_fn.context import WorkerContext
-from train_fn.errors import PeersGone, Replaced, StepNotWhole, TrainError
+from train_fn.errors import PeersGone, Replaced, StepNotWhole
 from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.session.report import SAMPLES_ALONE, Reporter, Speed
-from train_fn.session.restore import Restored, broadcast, find_newest
-from train_fn.snapshots.holdings import Exchange, Holdings
-from train_fn.snapshots.publisher import (
-    OVERHEAD_BYTES,
-    Publisher,
-    Snapshots,
-    leave_snapshot,
-    snapshots_of,
-)
+from train_fn.snapshots.keeper import Adopt, Exchange, Remains, Restored, StateKeeper
+from train_fn.snapshots.leaving import OVERHEAD_BYTES
+from train_fn.snapshots.pieces import PieceKeeper
+from train_fn.snapshots.restore import find_newest
 from train_fn.snapshots.store import snapshot_store
+from train_fn.snapshots.whole import WholeKeeper
 from train_fn.state.run_state import RunState
 from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.nccl import fails_by_itself
 from train_fn.step.peers import Peers, end_process_group
 
-HEAR_S = 0.05
-"""The longest time between two exchanges of ranks that save the last checkpoint by pieces."""
 CLAIM_S = 30.0
 """Longest wait until the event of an attempt's beginning is durable."""
 
@@ -68,24 +61,25 @@ class Session:
 
     reporter: Reporter
     saver: Saver
-    publisher: Publisher
     restored: Restored
     """Where the attempt begins."""
-    holdings: Holdings | None = None
-    """What ranks keep of each other, if the model is sharded."""
+    is_open = False  # whether reporter and saver are there
 
     def __init__(
         self, ctx: WorkerContext, state: RunState, peers: Peers | None = None, heirs: int = 1
     ) -> None:
-        """``heirs``: as ``every`` of ``Holdings``."""
-        self.ctx, self.state, self._heirs = ctx, state, heirs
-        self.peers = peers or Peers(ctx.world_rank, ctx.world_size, ctx.device)
+        """``heirs``: as ``every`` of ``PieceKeeper``."""
+        self.ctx, self.state = ctx, state
+        self.peers = peers = peers or Peers(ctx.world_rank, ctx.world_size, ctx.device)
+        self.keeper: StateKeeper = WholeKeeper(ctx, peers, state)
+        if state.piece is not None:
+            self.keeper = PieceKeeper(ctx, peers, state, heirs)
 
     # -- restore
 
     def restore(
         self,
-        adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
+        adopt_origin: Adopt,
         *,
         before_load: Callable[[Restored], None] = lambda restored: None,
     ) -> None:
@@ -97,40 +91,22 @@ class Session:
                 run.
             before_load: called before anything is loaded, with where the attempt begins.
         """
-        ctx, peers, state = self.ctx, self.peers, self.state
+        ctx, keeper, state = self.ctx, self.keeper, self.state
         if ctx.world_rank == 0:
             # Before anything is read that older attempts leave.
             claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
-        if state.piece is not None:
-            self.holdings = Holdings(ctx, peers, state.piece.of, self._heirs)
         try:
-            self._restore(adopt_origin, before_load)
+            keeper.join()
+            restored, found = find_newest(ctx, self.peers, state, adopt_origin, keeper)
+            self.restored = restored
+            before_load(restored)
+            is_mapped = restored.source == "snapshot" and found is not None
+            found = keeper.spread(restored, found)
+            state.load_state_dict(found, gives_memory=not is_mapped or may_stay(ctx, found))
+            snapshot_store(ctx).remove_after(state.step)
         except BaseException:
-            if self.holdings is not None:
-                self.holdings.let_go()
+            keeper.let_go()
             raise
-
-    def _restore(
-        self,
-        adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
-        before_load: Callable[[Restored], None],
-    ) -> None:
-        ctx, peers, state = self.ctx, self.peers, self.state
-        self.restored, found = find_newest(ctx, peers, state, adopt_origin, self.holdings)
-        restored = self.restored
-        before_load(restored)
-        is_mapped = restored.source == "snapshot" and found is not None
-        if restored.source == "fresh" and peers.rank == restored.holder:
-            found = state.state_dict()
-        if self.holdings is None:
-            found = broadcast(peers, found, restored.holder, state.memory())
-        elif restored.source == "fresh":
-            own = state.state_dict()
-            common = None if found is None else {**found, "shards": None}
-            found = {**broadcast(peers, common, restored.holder), "shards": own["shards"]}
-        assert found is not None
-        state.load_state_dict(found, gives_memory=not is_mapped or may_stay(ctx, found))
-        snapshot_store(ctx).remove_after(state.step)
         logger.info(
             "starting at step %d from %s", state.step, restored.checkpoint or restored.source
         )
@@ -155,11 +131,6 @@ class Session:
         journal.emit(EventKind.RESTORED, data)
         journal.flush(0.0)  # it travels while the loader starts
 
-    @property
-    def snapshots(self) -> Snapshots:
-        """Return who keeps states for this group of ranks."""
-        return snapshots_of(self.ctx) if self.holdings is None else self.holdings.kept
-
     # -- begin
 
     def open(
@@ -174,18 +145,12 @@ class Session:
         Args:
             exchange: by which the ranks of a sharded model say what they hold.
         """
-        copies, holdings = BoundaryCopies(self.state), self.holdings
+        copies, keeper = BoundaryCopies(self.state), self.keeper
         self.reporter = Reporter(self.ctx, self.state, complete, speed)
-        collect = holdings.saves.collect if holdings is not None else None
-        self.saver = Saver(self.ctx, self.state, copies, collect)
-        if holdings is not None:
-            assert exchange is not None
-            # Of a state in pieces the newest step may have passed no gate: a death may yet lose it.
-            is_gated = self.restored.source != "snapshot"
-            known = self.state.step if is_gated else max(0, self.state.step - 1)
-            holdings.open(copies, exchange, known)
-            self.reporter.report_up_to(known)
-        self.publisher = Publisher(self.ctx, self.state, copies)
+        self.saver = Saver(self.ctx, self.state, copies, keeper.collect)
+        self.is_open = True
+        keeper.open(copies, exchange or self.peers.exchange, self.restored)
+        self.reporter.report_up_to(keeper.committed)
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Report again what the journal may lack, make sure that the run is this attempt's, and
@@ -226,28 +191,22 @@ class Session:
 
         Args:
             is_due: a checkpoint is due. All ranks say the same.
-            publishes: a snapshot is due; None to let the publisher decide.
+            publishes: a snapshot is due; None to let the keeper decide.
         """
         self.save(is_due=is_due, is_best=is_best)
-        if self.holdings is None:
-            self.publisher.offer(due=publishes)
-        else:
-            self.holdings.publish()
+        self.keeper.after_step(publishes)
 
     def save(self, *, is_due: bool, is_best: bool) -> None:
-        """Save the state if that is due, or it is the best so far: all ranks say the same."""
+        """Save the state if that is due, or it is the best so far. All ranks say the same."""
         self.saver.offer(due=is_due, is_best=is_best)
-        if self.holdings is not None and (is_due or is_best):
-            self.holdings.hold()
+        if is_due or is_best:
+            self.keeper.save()
 
     def pass_gate(self, said: int = 0) -> list[int]:
-        """Wait until the ranks hold all pieces of the newest state, and let its step be reported. A
-        collective of a sharded model; else do nothing. Return what each rank said. Raises
-        PeersGone."""
-        if self.holdings is None:
-            return [said]
-        of_ranks = self.holdings.pass_gate(said)
-        self.reporter.report_up_to(self.state.step)
+        """Let the newest step be reported, once no single death takes it any more. Return what each
+        rank said. A collective if the keeper has a gate. Raises PeersGone."""
+        of_ranks = self.keeper.gate(said)
+        self.reporter.report_up_to(self.keeper.committed)
         return of_ranks
 
     # -- finish
@@ -275,23 +234,18 @@ class Session:
             close: ends what the loop's steps use.
         """
         self.reporter.hand_over()
-        # Before the ranks meet below: the first rank that leaves removes the node's snapshots, and
-        # nothing may be published after that.
-        self.publisher.close()
         error, committed = self._save_last(stop, is_best=is_best, reported=reported)
         if committed > reported:
             on_saved(committed)
         self.reporter.close()
         self.saver.close()
         close()
-        if self.holdings is not None:
-            self.holdings.close()
+        self.keeper.close()
         if error is not None:
             logger.warning(
                 "stopped without a final checkpoint; the state stays on this node: %s", error
             )
-            if self.holdings is None:
-                leave_snapshot(self.ctx, self.state.state_dict())
+            self.keeper.leave_unsaved()
         else:
             snapshot_store(self.ctx).remove_all()
 
@@ -301,17 +255,15 @@ class Session:
         """Commit the present state as the final checkpoint. Return why it was not committed (only
         for a run that pauses because its saves fail), and the step of a committed checkpoint that
         is newer than step ``reported``; 0 for none."""
-        peers, saver, holdings = self.peers, self.saver, self.holdings
-        if holdings is not None:
-            holdings.hold()
+        peers, saver, keeper = self.peers, self.saver, self.keeper
+        # Before the ranks meet below: the first rank that leaves removes the node's snapshots.
+        keeper.begin_last_save()
         saving = saver.begin_last(
             is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S
         )
         # The ranks meet again and again: a save may take longer than a collective may.
-        within_s = MEET_S if holdings is None else HEAR_S
-        while not peers.share(saver.has_ended(saving, within_s), 0):
-            if holdings is not None:
-                holdings.meet()
+        while not peers.share(saver.has_ended(saving, keeper.meets_every_s), 0):
+            keeper.meet()
         error = saving.exception()
         is_unsaved = error is not None and stop is not None and saver.stop is not None
         outcome = error, is_unsaved, saver.newest_committed(reported)
@@ -358,17 +310,6 @@ def may_stay(ctx: WorkerContext, state: dict[str, Any]) -> bool:
 # ---------------------------------------------------------------- leave
 
 
-class Remains(NamedTuple):
-    """What a rank has left behind, as its failure reports it."""
-
-    step: int | None
-    """Steps done; None if there was no state yet."""
-    problem: str | None
-    """Why no state is kept; None if one is."""
-    snapshot_step: int | None = None
-    """Step of the state on this node; None for none."""
-
-
 class Leaver(Protocol):
     """What a loop does when its attempt broke, in this order."""
 
@@ -377,9 +318,10 @@ class Leaver(Protocol):
 
     def close(self) -> None:
         """End what the steps use beside the peers."""
+        return None
 
     def keep(self) -> Remains:
-        """Leave the state of the last committed step."""
+        """Leave the state of the last committed step, by the session's keeper."""
 
 
 def leave(
@@ -393,63 +335,27 @@ def leave(
     leaving frees nobody, the state comes first: an abort may take long.
 
     Args:
-        session: None if the error came before its steps could be saved.
+        session: None if the error came before there was one.
     """
     frees_peers = fails_by_itself()
     error = describe_error(cause, ctx.world_rank)
-    loop.let_go(cause, error)
     if session is not None:
+        session.keeper.let_go()
+    loop.let_go(cause, error)
+    is_open = session is not None and session.is_open
+    if session is not None and is_open:
         session.saver.close()
     gc.collect()
     if frees_peers:
         end_process_group()
     loop.close()
-    if session is not None:
-        session.publisher.close()
     kept = loop.keep()
     if not frees_peers:
         end_process_group()
-    if session is not None:
+    if session is not None and is_open:
         session.reporter.close()
     error = dataclasses.replace(error, step=kept.step, snapshot_step=kept.snapshot_step)
     return error, kept.problem
-
-
-def keep_state(
-    ctx: WorkerContext,
-    state: RunState,
-    whole: Callable[[], dict[str, Any] | str],
-    leave: Callable[[WorkerContext, dict[str, Any]], str | None] = leave_snapshot,
-) -> str | None:
-    """Leave the state of the last committed step on this node. Return why that cannot be done, or
-    None.
-
-    Args:
-        whole: returns that state, or why there is none.
-        leave: leaves that state if it is sound.
-    """
-    try:
-        found = whole()
-        if isinstance(found, str):
-            return found
-        state.require_sound(found)
-        return leave(ctx, found)
-    except TrainError as exc:  # what broke the attempt says more
-        return str(exc)
-    except RuntimeError as exc:  # so does a device that cannot be read any more
-        logger.warning("the state of step %d cannot be read: %s", state.step, exc)
-        return f"the state cannot be read from {ctx.device}: {exc}"
-
-
-def pieces_left(session: Session, error: RankError) -> Remains:
-    """End the keeping of pieces. Return what this rank has left of a sharded model."""
-    holdings = session.holdings
-    assert holdings is not None
-    at = holdings.close()
-    problem = "this node keeps no piece of the newest step" if at is None else None
-    # A step that no gate has followed is not lost if it has to be made again.
-    known = holdings.committed if error.collateral else session.state.step
-    return Remains(known, problem, at)
 
 
 def not_copied(torn: list[str]) -> str:

@@ -2,7 +2,7 @@
 continue from.
 
 A survivor leaves one when an attempt breaks under it. Of a group that a single node holds, where
-nobody may survive, rank 0 publishes them while it trains (``publisher.py``). A snapshot is one file
+nobody may survive, rank 0 publishes them while it trains (``whole.py``). A snapshot is one file
 in shared memory, published by a rename, with a label beside it. It counts as long as no later
 attempt began without it. The end of the run removes it.
 """
@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
+from storage.errors import StorageError
+from storage.run_control import Distrust
 from storage.run_dir import RunDir
 from train_fn.context import WorkerContext
-from train_fn.errors import StateNotWhole
+from train_fn.errors import PeerApart, RanksApart, StateNotWhole
 from train_fn.node.node_dir import shared_memory_root, snapshots_dir
 from train_fn.snapshots.state_file import (
     exclusively,
@@ -35,6 +38,8 @@ from train_fn.state.pieces import WHOLE, Piece
 
 KEPT_FREE = 0.1
 """Fraction of shared memory that snapshots leave free."""
+
+logger = logging.getLogger(__name__)
 
 Origin = tuple[int, int]
 """Submission and attempt: later ones compare as greater."""
@@ -306,6 +311,12 @@ def _file_name(label: Label) -> str:
     return f"s{label.submission:03d}-a{label.attempt:03d}-{label.step:09d}-r{label.rank}.pt"
 
 
+def label_of(ctx: WorkerContext, step: int, pieces: int = 1) -> Label:
+    """Return the label of this rank's state after ``step``, without a digest."""
+    uri = ctx.run_dir.storage.uri
+    return Label(ctx.submission, ctx.attempt, step, ctx.world_rank, None, None, uri, pieces)
+
+
 def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
     """Return the store of this rank's node."""
     return node_snapshots(ctx.run_dir, ctx.node_id, ctx.submission)
@@ -321,3 +332,30 @@ def node_snapshots(run_dir: RunDir, node_id: str, submission: int) -> SnapshotSt
 def _place_of(directory: Path) -> str:
     """Return which run directory a node's snapshots belong to, as ``node_snapshots`` names it."""
     return directory.name.rpartition(".")[2]
+
+
+def raise_apart(
+    ctx: WorkerContext, step: int, trusted_step: int, odd: Sequence[int], what: str
+) -> NoReturn:
+    """Let no attempt begin from a state after ``trusted_step``, of this attempt or an older one.
+    Then raise RanksApart on the ranks ``odd``, and PeerApart on the others; RanksApart on all if
+    there are none.
+
+    Args:
+        step: steps done.
+        what: what differs, in words.
+    """
+    snapshot_store(ctx).remove_after(trusted_step)
+    try:
+        ctx.run_dir.distrust(Distrust(ctx.submission, ctx.attempt, trusted_step))
+    except StorageError as exc:
+        logger.error(
+            "it could not be written that states after step %d are not to be trusted: %s. Another "
+            "rank may have written it; else a checkpoint after that step may be wrong",
+            trusted_step,
+            exc,
+        )
+    error = RanksApart(step, odd, what, trusted_step)
+    if odd and ctx.world_rank not in odd:
+        raise PeerApart(str(error), trusted_step)
+    raise error

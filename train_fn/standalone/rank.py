@@ -41,7 +41,7 @@ from train_fn.recovery.evidence import StepFailed
 from train_fn.recovery.history import read_history
 from train_fn.recovery.launch import Left
 from train_fn.recovery.settings import device_env, take_environment
-from train_fn.snapshots.election import save_own
+from train_fn.snapshots.last_save import save_own
 from train_fn.snapshots.state_file import machine
 from train_fn.snapshots.store import snapshot_store
 from train_fn.step.nccl import abort_collectives, fails_by_itself, group_backend

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from train_fn.errors import BadTask, DataChanged
+from train_fn.errors import BadTask, DataChanged, few
 from train_fn.samples.loader import left_as_built
 from train_fn.samples.sampler import seed_sample
 from train_fn.step.fingerprints import word_sum
@@ -45,7 +45,6 @@ Sketch = list[Any]
 training state holds them."""
 
 _SET_NAMES = {"train": "train", "val": "validation"}
-_NAMES_SHOWN = 3
 _EXACT_DEPTH = 6
 _MOST_ITEMS = 1000
 _MOST_NUMBERS = 1 << 16
@@ -137,13 +136,6 @@ class Contents:
             return sketch(dataset[index])
         except (Exception, SystemExit):
             return None
-
-
-def few(names: list[str]) -> str:
-    """Return the first names as text, with the number of further ones."""
-    return ", ".join(names[:_NAMES_SHOWN]) + (
-        f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    )
 
 
 def spread(length: int) -> list[int]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from train_fn.errors import BadTask, NothingTrained
+from train_fn.errors import BadTask, NothingTrained, few
 from train_fn.samples.ledger import Bookmarks, Chain
 from train_fn.samples.sampler import Sampler
-from train_fn.state.contents import Contents, FrozenPart, few, other_base, require_same_data
+from train_fn.state.contents import Contents, FrozenPart, other_base, require_same_data
 from train_fn.state.optim import Ema, Optimizers, Packer, match_layout, unpacked, with_strides
 from train_fn.state.pieces import weights_in
 from train_fn.state.run_state import VERSION, RunState

@@ -15,7 +15,7 @@ from tests.gpu.alone import context_of, run_dir_in
 from tests.gpu.verdict import Shown
 from train_fn.context import WorkerContext
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.snapshots.publisher import leave_snapshot, shortage
+from train_fn.snapshots.leaving import leave_snapshot, shortage
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, few
 from train_fn.protect.arguments import named
 from train_fn.protect.batches import Taken
 from train_fn.protect.followed import ReadAgain
 from train_fn.protect.protected import Protected
-from train_fn.state.contents import few
 from train_fn.step.plain_attributes import PlainAttributes
 
 logger = logging.getLogger(__name__)

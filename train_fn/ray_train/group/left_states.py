@@ -17,24 +17,17 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.spec.run_spec import RunSpec
-from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.retention import attempt_starts
 from storage.run_dir import RunDir
-from train_fn.snapshots.election import (
+from train_fn.snapshots.election import Offer, elect, in_lineage, snapshot_name, trusted
+from train_fn.snapshots.last_save import (
     LastSave,
-    Offer,
     Unreadable,
     WrittenPiece,
-    commit_elected,
-    commit_snapshot,
-    elect,
-    in_lineage,
     save_last,
-    snapshot_name,
-    trusted,
     write_piece,
 )
-from train_fn.snapshots.holdings import take_in
+from train_fn.snapshots.links import take_in
 from train_fn.snapshots.store import Label, node_snapshots
 
 logger = logging.getLogger(__name__)
@@ -72,28 +65,17 @@ class LeftStates:
             Offer(number, label) for number, node_id in enumerate(nodes) for label in held[node_id]
         ]
 
-        def on_node(action: Callable[..., Any], offer: Offer, *arguments: Any) -> Any:
+        def write(offer: Offer, directory: str) -> Any:
             node = nodes[offer.rank]
             store = self._run_dir, node, self._submission
-            ref = self._on(node, action, store, offer, *arguments)
+            ref = self._on(node, _write_piece, store, spec, offer, directory)
             try:
                 return ray.get(ref, timeout=SAVE_S)
             except ray.exceptions.GetTimeoutError:
                 ray.cancel(ref)
                 raise TimeoutError(f"the state was not written within {SAVE_S:g} s") from None
 
-        return save_last(
-            self._run_dir,
-            self._submission,
-            offers,
-            lambda elected: commit_elected(
-                self._run_dir,
-                self._submission,
-                elected,
-                lambda offer: on_node(_commit, offer, spec, world_size),
-                lambda offer, directory: on_node(_write_piece, offer, directory),
-            ),
-        )
+        return save_last(self._run_dir, self._submission, offers, world_size, write)
 
     def bring_to(self, targets: Collection[str]) -> None:
         """Bring the newest state to one of these nodes, whose ranks elect among what lies there,
@@ -214,12 +196,10 @@ def _take_in(store: _Store, label: Label, read: Callable[[int], Any]) -> str | N
     return take_in(snapshots, label, size, blocks())
 
 
-def _commit(store: _Store, offer: Offer, spec: RunSpec, world_size: int) -> Manifest | Unreadable:
-    return commit_snapshot(store[0], spec, node_snapshots(*store), offer, world_size)
-
-
-def _write_piece(store: _Store, offer: Offer, directory: str) -> WrittenPiece | Unreadable:
-    return write_piece(store[0], node_snapshots(*store), offer, directory)
+def _write_piece(
+    store: _Store, spec: RunSpec, offer: Offer, directory: str
+) -> WrittenPiece | Unreadable:
+    return write_piece(store[0], spec, node_snapshots(*store), offer, directory)
 
 
 def _remove(run_dir: RunDir, node_id: str, submission: int) -> None:

@@ -18,15 +18,16 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import build, departure, replica
+from train_fn.loop import build, replica
 from train_fn.loop.attempt import train
 from train_fn.node import device as broken_device
 from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
 from train_fn.session.report import Reporter
-from train_fn.snapshots.publisher import Publisher
+from train_fn.snapshots import whole
 from train_fn.snapshots.store import Label, snapshot_store
+from train_fn.snapshots.whole import WholeKeeper
 from train_fn.state.tensor_tree import digest
 
 pytestmark = [pytest.mark.own_process, pytest.mark.slow]
@@ -55,8 +56,8 @@ def small_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     (tmp_path / "shm").mkdir()
     with small_task_alone(tmp_path / "shm", lambda self, **due: None):
         # Only a rank that fails leaves a state here, unless a test publishes one.
-        monkeypatch.setattr(Publisher, "offer", lambda self, due: None)
-        monkeypatch.setattr(Publisher, "keep", lambda self: None)
+        monkeypatch.setattr(WholeKeeper, "after_step", lambda self, due: None)
+        monkeypatch.setattr(WholeKeeper, "publish_now", lambda self: None)
         yield
 
 
@@ -211,7 +212,7 @@ def break_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(tree: Any, *_: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(departure, "leave_state", read)
+    monkeypatch.setattr(whole, "leave", read)
     break_after_step_3(monkeypatch)
 
 

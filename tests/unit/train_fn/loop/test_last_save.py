@@ -23,9 +23,9 @@ from tests.support.storage_places import record_restored
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.recovery.history import read_history
-from train_fn.snapshots import election, publisher
-from train_fn.snapshots.election import LastSave, save_own
-from train_fn.snapshots.publisher import leave_snapshot, publish_snapshot
+from train_fn.snapshots import forgotten, leaving
+from train_fn.snapshots.last_save import LastSave, save_own
+from train_fn.snapshots.leaving import leave_snapshot, publish_snapshot
 from train_fn.snapshots.store import SnapshotStore, snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu, digest
 
@@ -85,7 +85,7 @@ def test_a_damaged_snapshot_is_passed_over_and_named_where_no_other_is_left(tmp_
         path.write_bytes(b"")
     found = saved(lost)
     assert found is not None and found.manifest is None
-    assert found.summary.startswith("step 9 could not be kept: the snapshot cannot be read: ")
+    assert found.summary.startswith("step 9 could not be kept: snapshot of step 9 by rank 0")
 
 
 def test_a_state_that_a_later_attempt_went_on_without_is_not_saved(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_storage_that_takes_nothing_is_the_problem_and_the_state_stays(
 def test_an_older_state_gives_way_where_only_that_makes_room_for_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "OVERHEAD_BYTES", 0)
+    monkeypatch.setattr(leaving, "OVERHEAD_BYTES", 0)
     ctx, state = left(tmp_path, 1), make_state()
     advance(state, 2)
     taken = snapshot_store(ctx).size_bytes()
@@ -177,16 +177,16 @@ def test_old_snapshots_stay_as_long_as_their_run_may_go_on_from_them(
         """Whether the directory is there after a sweep."""
         for path in (directory, *directory.iterdir()):
             os.utime(path, (time.time() - age_s, time.time() - age_s))
-        sweeping = election.sweep_forgotten(sweeper)
+        sweeping = forgotten.sweep_forgotten(sweeper)
         if sweeping is not None:
             sweeping.join(DEADLINE_S)
         return directory.exists()
 
-    assert sweep(election.FORGOTTEN_S - 60), "it is new"
-    assert sweep(election.FORGOTTEN_S + 60) is stays
+    assert sweep(forgotten.FORGOTTEN_S - 60), "it is new"
+    assert sweep(forgotten.FORGOTTEN_S + 60) is stays
     if stays:
         assert saved(ctx) is not None
-        assert not sweep(election.FORGOTTEN_S + 60), "a checkpoint is as new"
+        assert not sweep(forgotten.FORGOTTEN_S + 60), "a checkpoint is as new"
 
 
 def test_a_run_s_end_leaves_another_storage_s_run_of_the_same_name_alone(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from tests.support.restore_rounds import make_state
 from train_fn.context import WorkerContext
-from train_fn.snapshots import publisher, state_file
+from train_fn.snapshots import leaving, state_file
 from train_fn.snapshots import store as snapshot
 from train_fn.snapshots.election import Offer, elect
-from train_fn.snapshots.publisher import leave_snapshot
+from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.snapshots.store import snapshot_store
 
 pytestmark = [pytest.mark.own_process, pytest.mark.usefixtures("shared_memory")]
@@ -69,7 +68,7 @@ def test_where_one_fits_and_two_do_not_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, state = ranks(tmp_path, 4), state_at(7)
-    room = publisher.size_bytes(state) + publisher.OVERHEAD_BYTES
+    room = leaving.size_bytes(state) + leaving.OVERHEAD_BYTES
     monkeypatch.setattr(
         snapshot.SnapshotStore,
         "free_bytes",
@@ -92,7 +91,7 @@ def test_states_that_differ_are_all_left(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_in_its_turn_holds_up_nobody_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "TURN_S", 0.05)
+    monkeypatch.setattr(leaving, "TURN_S", 0.05)
     [ctx] = ranks(tmp_path, 1)
     directory = snapshot_store(ctx).directory
     directory.mkdir(parents=True)
@@ -102,32 +101,6 @@ def test_a_rank_that_is_stopped_in_its_turn_holds_up_nobody_for_long(
         assert leave_snapshot(ctx, state_at(7)) is None and len(states(ctx)) == 1
     finally:
         os.close(held)
-
-
-def test_of_ranks_that_meet_one_writes_and_the_others_compare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group, state = ranks(tmp_path, 4), state_at(7)
-    compared = threading.Semaphore(0)
-    writes: list[Path] = []
-    write_state, state_digest = snapshot.write_state, publisher.state_digest
-
-    def write_once_others_wait(path: Path, state: Any) -> str:
-        writes.append(path)
-        for _ in range(3):
-            assert compared.acquire(timeout=20), "the others compare while one writes"
-        return write_state(path, state)
-
-    def compare(state: Any) -> str:
-        found = state_digest(state)
-        compared.release()
-        return found
-
-    monkeypatch.setattr(snapshot, "write_state", write_once_others_wait)
-    monkeypatch.setattr(publisher, "state_digest", compare)
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda ctx: leave_snapshot(ctx, state), group)) == [None] * 4
-    assert len(writes) == 1 and len(states(group[0])) == 1
 
 
 def leave_slowly(ctx: WorkerContext, state: dict[str, Any], begun: Any) -> None:

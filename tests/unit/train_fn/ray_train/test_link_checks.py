@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from train_fn.node import link_time
+from train_fn.node import network
 from train_fn.ray_train.group import node_checks
 from train_fn.ray_train.group.end import with_unheard
 from train_fn.ray_train.group.node_checks import (
@@ -29,7 +29,7 @@ class Node:
 
     def __init__(self, ip: str, deaf_to: set[str], passed: list[tuple[str, str]]) -> None:
         self._ip, self._deaf_to, self._passed = ip, deaf_to, passed
-        self.take_in = _remote(link_time.take_in)
+        self.take_in = _remote(network.take_in)
         self.pass_time = _remote(self._pass)
         self.nodes: dict[str, Node] = {}
 
@@ -37,7 +37,7 @@ class Node:
         self._passed.append((self._ip, address[0]))
         if self._ip in self.nodes[address[0]]._deaf_to:
             return None
-        return link_time.pass_time(address, timeout_s)
+        return network.pass_time(address, timeout_s)
 
 
 def _remote(function: Callable[..., Any]) -> Any:

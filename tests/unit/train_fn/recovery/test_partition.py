@@ -10,7 +10,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_fn.node.probe import ask
+from train_fn.node.network import ask
 from train_fn.recovery.links import ExcludedNodes, nodes_to_exclude
 from train_fn.recovery.sizing import NodeView
 

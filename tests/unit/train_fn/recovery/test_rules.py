@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_fn.node.probe import accepts_connection
+from train_fn.node.network import accepts_connection
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes, fit_workers
 

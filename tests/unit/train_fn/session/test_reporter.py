@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,12 +19,10 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import Journal, journal_of, one_rank
 from tests.support.restore_rounds import make_state
-from train_fn.errors import PeersGone
 from train_fn.ranks.rank import RankJournal
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
 from train_fn.session import report as reporter_module
 from train_fn.session.report import HAND_OVER_S, Reporter
-from train_fn.session.session import Session
 from train_fn.state.run_state import MOST_OTHERS, MOST_POINTS, NUM_OTHERS, NUM_POINTS, EventTail
 from train_fn.state.train_state import TrainState
 
@@ -84,29 +81,6 @@ def test_what_came_before_a_restore_waits_for_its_gate_as_well() -> None:
         reporter.close()
         assert reported_steps(journal) == ([1, 2] if passes_gate else [1])
         assert len(journal.of_kind(EventKind.EPOCH_COMPLETED)) == passes_gate
-
-
-def test_a_step_of_pieces_is_reported_once_its_gate_is_passed_and_not_before() -> None:
-    reporter, state, journal = begin()
-    reporter.report_up_to(0)
-    end_step(reporter, state)
-    seen: list[list[int]] = []
-
-    def gate(said: int) -> list[int]:
-        reporter.hand_over()
-        seen.append(reported_steps(journal))
-        if len(seen) == 1:
-            raise PeersGone("a peer died before it held its pieces")
-        return [said]
-
-    session = Session.__new__(Session)
-    session.holdings = SimpleNamespace(pass_gate=gate)  # type: ignore[assignment]
-    session.reporter, session.state = reporter, state
-    with pytest.raises(PeersGone):
-        session.pass_gate()
-    assert session.pass_gate(7) == [7]
-    reporter.close()
-    assert (seen, reported_steps(journal)) == ([[], []], [1])
 
 
 @given(st.lists(st.floats(1e-4, 0.3), min_size=1, max_size=60))

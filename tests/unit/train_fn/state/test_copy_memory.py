@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tests.support.saves import advance, make_context, make_state
-from train_fn.checkpoints.save_slot import BoundaryCopies
-from train_fn.snapshots import publisher as publisher_module
-from train_fn.snapshots.publisher import Publisher
+from tests.unit.train_fn.snapshots.test_whole import make_publisher
+from train_fn.snapshots import whole as whole_module
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state import tensor_tree
 
@@ -59,7 +58,7 @@ def pinning(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pi
     pinning = Pinning()
     monkeypatch.setattr(tensor_tree, "needs_pinning", lambda tensor: True)
     monkeypatch.setattr(tensor_tree, "new_memory", pinning.new_memory)
-    monkeypatch.setattr(publisher_module, "COST_RATIO", 0.0)
+    monkeypatch.setattr(whole_module, "COST_RATIO", 0.0)
     yield pinning
     pinning.end()
 
@@ -68,14 +67,14 @@ def test_steps_go_on_while_memory_is_pinned_and_the_copy_is_of_one_later_step(
     tmp_path: Path, pinning: Pinning
 ) -> None:
     ctx, state = make_context(tmp_path), make_state()
-    publisher = Publisher(ctx, state, BoundaryCopies(state))
+    publisher = make_publisher(ctx, state)
     for step in (1, 2):
         advance(state, step)
-        publisher.offer()  # returns, though no memory is there
+        publisher.after_step()  # returns, though no memory is there
     pinning.end()
     assert all((memory == 0).all() for memory in pinning.beside), "nothing is copied ahead"
     advance(state, 3)
-    publisher.offer()
+    publisher.after_step()
     advance(state, 4)
     with publisher._lock:
         assert publisher._lock.wait_for(lambda: publisher._waiting is None, DEADLINE_S)

@@ -20,7 +20,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank
-from train_fn.checkpoints.commit import load_checkpoint
+from train_fn.checkpoints.commit import load_checkpoint, manifest_facts, write_files
 from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
@@ -28,7 +28,6 @@ from train_fn.samples.ledger import Count, Ledger
 from train_fn.samples.sampler import Sampler
 from train_fn.samples.streams import StreamSampler
 from train_fn.snapshots import store as snapshot
-from train_fn.snapshots.election import commit_state
 from train_fn.standalone.rank import begin_run
 from train_fn.state.sound_state import ledger_fault, not_finite
 
@@ -193,7 +192,9 @@ def test_a_checkpoint_that_is_not_sound_is_rejected_and_the_one_before_is_taken(
     if fault == "weights":
         state["ledger"] |= {name: 40 for name in ("samples", "used_once")}
         state["model"]["0.bias"][3] = float("nan")
-    commit_state(run_dir, spec, first.submission, 1, 1, state)
+    with CheckpointStore(run_dir).begin(5, first.submission, 1) as writer:
+        write_files(writer, state, safetensors=False)
+        writer.commit(world_size=1, **manifest_facts(state))
 
     again = make_spec(6, None)
     ctx = one_rank(again, run_dir, submission=first.submission + 1)

@@ -28,20 +28,17 @@ from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
-from train_fn.snapshots import election
-from train_fn.snapshots import publisher as publisher_module
+from train_fn.snapshots import forgotten
 from train_fn.snapshots import store as snapshot_module
+from train_fn.snapshots import whole as whole_module
 from train_fn.snapshots.election import Offer, elect
-from train_fn.snapshots.publisher import (
-    OVERHEAD_BYTES,
-    Cadence,
-    Publisher,
-    leave_snapshot,
-    publish_snapshot,
-)
+from train_fn.snapshots.keeper import Restored
+from train_fn.snapshots.leaving import OVERHEAD_BYTES, leave_snapshot, publish_snapshot
 from train_fn.snapshots.store import SnapshotStore, snapshot_store
+from train_fn.snapshots.whole import Cadence, WholeKeeper
 from train_fn.state.tensor_tree import copy_to_cpu, digest, size_bytes
 from train_fn.state.train_state import TrainState
+from train_fn.step.peers import Peers
 
 pytestmark = [pytest.mark.own_process, pytest.mark.usefixtures("shared_memory")]
 
@@ -51,17 +48,21 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "COST_RATIO", 0.0)
+    monkeypatch.setattr(whole_module, "COST_RATIO", 0.0)
 
 
-def make_publisher(ctx: WorkerContext, state: TrainState) -> Publisher:
-    return Publisher(ctx, state, BoundaryCopies(state))
+def make_publisher(
+    ctx: WorkerContext, state: TrainState, copies: BoundaryCopies | None = None
+) -> WholeKeeper:
+    made = WholeKeeper(ctx, Peers(ctx.world_rank, ctx.world_size, ctx.device), state)
+    made.open(copies or BoundaryCopies(state), lambda own: [own], Restored("fresh", 0, None, ()))
+    return made
 
 
-def publish(publisher: Publisher, state: TrainState, step: int) -> None:
+def publish(publisher: WholeKeeper, state: TrainState, step: int) -> None:
     """Offer the state of ``step``, and wait until nothing is being written."""
     advance(state, step)
-    publisher.offer()
+    publisher.after_step()
     with publisher._lock:
         assert publisher._lock.wait_for(
             lambda: publisher._waiting is None and not publisher._writing, DEADLINE_S
@@ -99,22 +100,6 @@ def test_publishing_takes_one_percent_of_any_stretch_at_most_and_is_not_put_off(
         for last in range(first + 1, len(published)):
             spent = sum(cost for _, cost in published[first:last])
             assert spent <= 0.01 * (published[last][0] - published[first][0]) * (1 + 1e-9)
-
-
-def test_the_price_of_a_publication_counts_its_copy_and_its_writing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(publisher_module.time, "monotonic", lambda: now[0])
-    ctx, state = make_context(tmp_path), make_state()
-    publisher, copies = make_publisher(ctx, state), BoundaryCopies(state)
-    publisher.close()
-    monkeypatch.setattr(
-        publisher_module, "publish_snapshot", lambda *_: now.__setitem__(0, now[0] + 0.5)
-    )
-    publisher._publish(dataclasses.replace(copies.take(), stall_s=0.25))
-    assert not publisher._cadence.is_due(1000.0 - 0.25 + 74.9)
-    assert publisher._cadence.is_due(1000.0 - 0.25 + 75.0)
 
 
 # ---------------------------------------------------------------- what
@@ -158,7 +143,7 @@ def test_steps_that_go_on_meanwhile_do_not_show_in_what_is_published(tmp_path: P
             for parameter in model.parameters():
                 parameter.fill_(float(step))
         state.step = step
-        publisher.offer()
+        publisher.after_step()
         if step % 7 == 0:
             met.update(assert_whole(store))
     publisher.close()
@@ -191,36 +176,15 @@ def test_two_snapshots_are_kept_and_no_more_is_ever_held(
     assert held == [1, 2, 2, 2, 2]  # the one being written among them
 
 
-def test_a_save_and_a_publication_at_one_boundary_share_a_copy(tmp_path: Path) -> None:
-    state = make_state()
-    copies = BoundaryCopies(state)
-    advance(state, 1)
-    saved, published = copies.take(), copies.take()
-    assert saved is published
-    advance(state, 2)
-    later = copies.take()
-    assert later is not saved
-    assert float(saved.state["model"]["weight"][0, 0]) == 1
-    memory = saved.state["model"]["weight"].data_ptr()
-    copies.release(saved)
-    advance(state, 3)
-    assert copies.take().state["model"]["weight"].data_ptr() != memory, (
-        "the other holder still reads it"
-    )
-    copies.release(published)
-    advance(state, 4)
-    assert copies.take().state["model"]["weight"].data_ptr() == memory
-
-
 @pytest.mark.usefixtures("at_every_step")
 def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
     ctx, state = make_context(tmp_path, every_steps=1, keep_latest=3), make_state()
     copies = BoundaryCopies(state)
-    saver, publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
+    saver, publisher = Saver(ctx, state, copies), make_publisher(ctx, state, copies)
     for step in range(1, 30):
         advance(state, step)
         saver.offer(due=True, is_best=False)
-        publisher.offer()
+        publisher.after_step()
     publisher.close()
     saver.save_now()
     saver.close()
@@ -236,31 +200,6 @@ def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- who, and when not
-
-
-@pytest.mark.parametrize(("rank", "world_size", "num_nodes"), [(1, 2, 1), (0, 2, 2)])
-def test_other_ranks_and_groups_on_several_nodes_publish_nothing(
-    rank: int, world_size: int, num_nodes: int, tmp_path: Path
-) -> None:
-    ctx = dataclasses.replace(
-        make_context(tmp_path, rank), world_size=world_size, num_nodes=num_nodes
-    )
-    publisher = make_publisher(ctx, make_state())
-    publisher.offer()
-    publisher.close()
-    assert steps(ctx) == []
-    assert snapshot_events(ctx) == []
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_rank_0_publishes_for_a_group_that_one_node_holds(world_size: int, tmp_path: Path) -> None:
-    ctx = dataclasses.replace(make_context(tmp_path), world_size=world_size, num_nodes=1)
-    state = make_state()
-    publisher = make_publisher(ctx, state)
-    publish(publisher, state, 1)
-    publish(publisher, state, 2)  # not due so soon
-    publisher.close()
-    assert steps(ctx) == [1]
 
 
 @pytest.mark.usefixtures("at_every_step")
@@ -288,8 +227,8 @@ def test_survivors_that_could_leave_nothing_are_told_of_while_they_train(
     ctx = dataclasses.replace(make_context(tmp_path), world_size=2, num_nodes=2)
     monkeypatch.setattr(SnapshotStore, "free_bytes", lambda _: 1000)
     publisher = make_publisher(ctx, make_state())
-    publisher.offer()
-    publisher.offer()
+    publisher.after_step()
+    publisher.after_step()
     assert [data["snapshots"] for data in snapshot_events(ctx)] == ["none"]
 
 
@@ -325,10 +264,10 @@ def test_closing_waits_for_what_is_being_written(
     ctx, state = make_context(tmp_path), make_state()
     publisher = make_publisher(ctx, state)
     advance(state, 1)
-    publisher.offer()
+    publisher.after_step()
     assert begun.wait(DEADLINE_S)
     advance(state, 2)
-    publisher.offer()  # busy: this one is left out
+    publisher.after_step()  # busy: this one is left out
     closing = threading.Thread(target=publisher.close)
     closing.start()
     closing.join(0.05)
@@ -336,7 +275,7 @@ def test_closing_waits_for_what_is_being_written(
     go.set()
     closing.join(DEADLINE_S)
     assert steps(ctx) == [1]
-    publisher.offer()
+    publisher.after_step()
     assert steps(ctx) == [1]
 
 
@@ -347,37 +286,14 @@ def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(
     for run_id in ("run_dead", "run_alive"):
         other = dataclasses.replace(ctx, run_dir=RunDir(open_storage(str(tmp_path)), run_id))
         assert publish_snapshot(other, state.state_dict()) is None
-    long_ago = time.time() - election.FORGOTTEN_S - 60
+    long_ago = time.time() - forgotten.FORGOTTEN_S - 60
     dead = shared_memory / "run_dead"
     for path in (dead, *dead.iterdir()):
         os.utime(path, (long_ago, long_ago))
-    sweeping = election.sweep_forgotten(ctx)
+    sweeping = forgotten.sweep_forgotten(ctx)
     assert sweeping is not None
     sweeping.join(DEADLINE_S)
     assert [path.name for path in shared_memory.iterdir()] == ["run_alive"]
-
-
-def test_survivors_and_publications_of_one_node_do_not_contradict_each_other(
-    tmp_path: Path,
-) -> None:
-    """Rank 0 publishes step 3; then both ranks leave what they have when the third dies."""
-    ctx, state = (
-        dataclasses.replace(make_context(tmp_path), world_size=3, num_nodes=1),
-        make_state(),
-    )
-    for step in (1, 3):
-        advance(state, step)
-        assert publish_snapshot(ctx, copy_to_cpu(state.state_dict())) is None
-    assert leave_snapshot(ctx, copy_to_cpu(state.state_dict())) is None
-    advance(state, 4)
-    assert (
-        leave_snapshot(dataclasses.replace(ctx, world_rank=1), copy_to_cpu(state.state_dict()))
-        is None
-    )
-    elected = elect([Offer(0, label) for label in snapshot_store(ctx).labels()], 1)
-    assert elected.offer is not None
-    assert (elected.offer.label.step, elected.offer.label.rank, elected.rejected) == (4, 1, ())
-    assert steps(ctx) == [4]
 
 
 def test_a_state_that_was_published_is_not_left_a_second_time(

@@ -13,19 +13,13 @@ piece is on its node, and the newest state that did travel stays until another o
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
-import os
 import queue
-import secrets
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from everstep.wire.events import EventKind
@@ -33,19 +27,30 @@ from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
 from train_fn.checkpoints.sharded import PieceSaves, short
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepNotWhole
-from train_fn.node.network import listen_at, own_address
 from train_fn.node.usage import give_way
-from train_fn.snapshots.election import odd_ranks, raise_apart
-from train_fn.snapshots.publisher import Snapshots, shortage
-from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
+from train_fn.recovery.evidence import RankError
+from train_fn.snapshots.election import Elected, Offer, Rejection, odd_ranks, snapshot_name
+from train_fn.snapshots.keeper import (
+    Adopt,
+    Exchange,
+    Remains,
+    Restored,
+    Snapshots,
+    StateKeeper,
+    Unusable,
+)
+from train_fn.snapshots.leaving import shortage
+from train_fn.snapshots.links import SILENT_S, PieceLinks, take_in
+from train_fn.snapshots.restore import durable_part, read_pieces
+from train_fn.snapshots.store import Label, label_of, raise_apart, snapshot_store
+from train_fn.snapshots.whole import broadcast
 from train_fn.state.pieces import Move, heirs
+from train_fn.state.run_state import RunState
 from train_fn.state.tensor_tree import tree_digest
 from train_fn.step.peers import Peers
 
 logger = logging.getLogger(__name__)
 
-SILENT_S = 60.0
-"""A peer whose piece is awaited and that sends no byte for so long counts as gone."""
 _LOOK_S = 0.5
 _ROW_BYTES = 2048
 """What a rank says at a gate."""
@@ -59,34 +64,20 @@ _DIGEST_CHARS = 32
 
 _Key = tuple[tuple[int, int], int, int]
 """Origin, step and number of a piece."""
-Exchange = Callable[[bytes], list[bytes]]
-"""Gives every rank's bytes, of one size, to all, by rank. A collective."""
 
 
-class Holdings:
-    """One rank's part in keeping the pieces of an attempt.
+class PieceKeeper(StateKeeper):
+    """Keep this rank's piece of each state, and those of other ranks (``StateKeeper``)."""
 
-    A collective: all ranks make it at once, before they restore.
-    """
+    has_gate, committed, meets_every_s = True, 0, 0.05
 
-    def __init__(self, ctx: WorkerContext, peers: Peers, of: int, every: int = 1) -> None:
-        """``of``: how many pieces there are. ``every``: their copies travel every so many steps;
-        never with 0. Raises BadTask if ranks say different numbers."""
-        self._ctx, self._peers, self._of, self._every = ctx, peers, of, every
+    def __init__(self, ctx: WorkerContext, peers: Peers, state: RunState, every: int = 1) -> None:
+        """``every``: copies of pieces travel every so many steps; never with 0."""
+        assert state.piece is not None
+        self._ctx, self._peers, self._state = ctx, peers, state
+        self._of, self._every = state.piece.of, every
         self._store = snapshot_store(ctx)
-        self._store.drop_spares()
-        said: list[tuple[str, int]] = peers.gather((ctx.node_id, every))
-        self.nodes = [node for node, _ in said]
-        for rank, (_, theirs) in enumerate(said):
-            if theirs != said[0][1]:
-                raise BadTask(
-                    f"heirs is {theirs} on rank {rank} and {said[0][1]} on rank 0; set it to the "
-                    "same on all ranks"
-                )
-        by_rank = heirs(self.nodes, of)
-        self.kept = _kept(by_rank, every, len({*self.nodes}))
-        self._heir = by_rank[peers.rank]
-        self._wards = [rank for rank, heir in enumerate(by_rank) if heir == peers.rank]
+        self._links: PieceLinks | None = None
         self._changed = threading.Condition()
         self._arrived: dict[_Key, str | None] = {}
         """Pieces that have come from other nodes, and why one could not be kept."""
@@ -94,9 +85,6 @@ class Holdings:
         """Pieces whose last byte has come. To verify a large one takes a while."""
         self._gone: set[int] = set()
         self._moved_at = time.monotonic()
-        self._links = (
-            PieceLinks(ctx, peers, self._take_in, self._lose) if len({*self.nodes}) > 1 else None
-        )
         self._jobs: queue.Queue[tuple[BoundaryCopy, bool] | None] = queue.Queue()
         self._newest: Label | None = None
         """The newest state whose piece was copied."""
@@ -104,8 +92,6 @@ class Holdings:
         """Whether its copies go to the heirs."""
         self._sent: Label | None = None
         """The newest state of which every heir has the copies; of any, where none need travel."""
-        self.committed: int | None = None
-        """Steps done in the newest state that all ranks are known to hold."""
         self._written: dict[_Key, str | None] = {}
         """The same for this rank's own."""
         self._common: dict[str, str] = {}
@@ -115,11 +101,64 @@ class Holdings:
         self._is_closed = False
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
-        self.saves = PieceSaves(ctx, of)
+        self._saves = PieceSaves(ctx, self._of)
+        self.collect = self._saves.collect
 
-    def open(self, copies: BoundaryCopies, exchange: Exchange, begins_at: int) -> None:
-        """Begin to keep states, after so many steps. What may fail has come before."""
-        self._copies, self._exchange, self.committed = copies, exchange, begins_at
+    # -- restore
+
+    def join(self) -> None:
+        """Choose who keeps whose copies, and connect the nodes. A collective. Raises BadTask if
+        ranks say different numbers of steps between two copies."""
+        ctx, peers, every = self._ctx, self._peers, self._every
+        self._store.drop_spares()
+        said: list[tuple[str, int]] = peers.gather((ctx.node_id, every))
+        self._nodes = [node for node, _ in said]
+        for rank, (_, theirs) in enumerate(said):
+            if theirs != said[0][1]:
+                raise BadTask(
+                    f"heirs is {theirs} on rank {rank} and {said[0][1]} on rank 0; set it to the "
+                    "same on all ranks"
+                )
+        by_rank, num_nodes = heirs(self._nodes, self._of), len({*self._nodes})
+        self.snapshots = _kept(by_rank, every, num_nodes)
+        self._heir = by_rank[peers.rank]
+        self._wards = [rank for rank, heir in enumerate(by_rank) if heir == peers.rank]
+        if num_nodes > 1:
+            self._links = PieceLinks(ctx, peers, self._take_in, self._lose)
+
+    def read(self, elected: Elected) -> tuple[dict[str, Any] | None, Unusable]:
+        ctx, peers, state = self._ctx, self._peers, self._state
+        offers, nodes = elected.offers, self._nodes
+        found, bad = read_pieces(ctx, peers, state, nodes, self.bring, offers)
+        unusable: dict[Offer, Rejection] = {}
+        for (node, label), problem in bad.items():
+            of_label = [each for each in offers if each.label == label]
+            # A file that has only moved to its node is not offered there, but where it came from.
+            there = [each for each in of_label if nodes[each.rank] == node] or of_label
+            rejection = Rejection(f"{snapshot_name(label)} on node {node}", problem)
+            unusable |= dict.fromkeys(there, rejection)
+        return found, unusable
+
+    def read_durable(
+        self, restored: Restored, found: dict[str, Any] | None, adopt: Adopt
+    ) -> dict[str, Any] | None:
+        return durable_part(self._ctx, self._peers, self._state, restored, found, adopt)
+
+    def spread(self, restored: Restored, found: dict[str, Any] | None) -> dict[str, Any]:
+        """Return this rank's part, which it has read by itself. Of a new run, that is its own rows
+        and what rank ``restored.holder`` says of the rest."""
+        if restored.source != "fresh":
+            assert found is not None
+            return found
+        own = self._state.state_dict()
+        common = {**own, "shards": None} if self._peers.rank == restored.holder else None
+        return {**broadcast(self._peers, common, restored.holder), "shards": own["shards"]}
+
+    def open(self, copies: BoundaryCopies, exchange: Exchange, restored: Restored) -> None:
+        self._copies, self._exchange = copies, exchange
+        # The newest step may have passed no gate: a death may yet lose it.
+        is_gated, step = restored.source != "snapshot", self._state.step
+        self.committed = step if is_gated else max(0, step - 1)
         self._thread = threading.Thread(target=self._run, name="piece-keeper", daemon=True)
         self._thread.start()
 
@@ -145,15 +184,14 @@ class Holdings:
         ]
         for thread in threads:
             thread.start()
-        failed = []
-        for move, label in wanted.items():
-            if move.target == self._peers.rank:
-                problem = self._wait_for(label, move.source)
-                if problem is not None:
-                    failed.append((move, problem))
+        came = {
+            move: self._wait_for(label, move.source)
+            for move, label in wanted.items()
+            if move.target == self._peers.rank
+        }
         for thread in threads:
             thread.join()
-        return failed
+        return [(move, problem) for move, problem in came.items() if problem is not None]
 
     def _send(self, target: int, labels: Iterable[Label]) -> None:
         """Send snapshots of this node to a rank, if it is there."""
@@ -166,22 +204,26 @@ class Holdings:
 
     # -- between two steps
 
-    def publish(self) -> None:
+    def begin(self) -> None:
+        """Keep the first state under the new heirs: the next death may follow at once."""
+        self.after_step()
+
+    def after_step(self, due: bool | None = None) -> None:
         """Copy this rank's piece of the present state. A thread keeps it here and at the heir.
         Called by the training thread, when the ranks have agreed on the step."""
         copy = self._copies.take()
-        self._newest = self._label(copy.step)
+        self._newest = label_of(self._ctx, copy.step, self._of)
         # The pieces of an attempt's first state may lie anywhere, and copies may have failed.
         since = self._every if self._sent is None else copy.step - self._sent.step
         is_due = copy.step % (self._every or 1) == 0 or since >= self._every
         self._travels = self._every > 0 and is_due
         self._jobs.put((copy, self._travels))
 
-    def pass_gate(self, order: int = 0) -> list[int]:
+    def gate(self, said: int = 0) -> list[int]:
         """Wait until all ranks hold what they should of the newest state. A collective.
 
         Args:
-            order: what the other ranks are to hear.
+            said: what the other ranks are to hear.
 
         Return each rank's. Raises PeersGone if a peer has left, StepNotWhole if the ranks are at
         different steps, BadTask if what they have in common differs, RanksApart or PeerApart if
@@ -192,9 +234,9 @@ class Holdings:
         problem = self._wait_for(newest, None)
         for ward in self._wards if self._travels else ():
             problem = problem or self._wait_for(replace(newest, rank=ward), ward)
-        said = {"step": newest.step, "attempt": newest.attempt, "problem": short(problem)}
+        own = {"step": newest.step, "attempt": newest.attempt, "problem": short(problem)}
         kept = {"common": self._common, "shards": self._shards}
-        rows = self._meet({**said, **kept, "order": order})
+        rows = self._meet({**own, **kept, "order": said})
         for rank, row in enumerate(rows):
             if (row["step"], row["attempt"]) != (newest.step, newest.attempt):
                 raise StepNotWhole(
@@ -212,10 +254,10 @@ class Holdings:
         if digests != [digests[rank % self._of] for rank in range(len(rows))]:
             self._newest = None
             odd = odd_ranks(digests, self._of)
-            raise_apart(self._ctx, newest.step, self.committed or 0, odd, "rows of the same piece")
+            raise_apart(self._ctx, newest.step, self.committed, odd, "rows of the same piece")
         problems = [f"rank {at}: {row['problem']}" for at, row in enumerate(rows) if row["problem"]]
         if not problems:
-            if self._travels or self.kept != "every_n":
+            if self._travels or self.snapshots != "every_n":
                 self._sent = newest
             self._store.recycle_older(newest, but=self._sent)
         else:  # part of it only: make room for the next one, and keep what is whole
@@ -231,12 +273,14 @@ class Holdings:
         """Exchange news of a checkpoint that is being saved. A collective."""
         self._meet({})
 
-    def hold(self) -> None:
+    def save(self) -> None:
         """Keep a copy of the present state for a checkpoint of it. Called on every rank."""
         if 0 < self._peers.rank < self._of:
-            self.saves.hold(self._copies.take(), self._copies.release)
+            self._saves.hold(self._copies.take(), self._copies.release)
 
-    # -- the end
+    # -- the ends
+
+    begin_last_save = save
 
     def let_go(self) -> None:
         """Free the peers that wait for this rank."""
@@ -245,18 +289,35 @@ class Holdings:
             self._changed.notify_all()
         if self._links is not None:
             self._links.close()
-        self.saves.close()
+        self._saves.close()
 
-    def close(self) -> int | None:
-        """End the thread, once the newest piece is on this node. Return that state's step, if it
-        is."""
+    def leave(
+        self,
+        error: RankError,
+        last_committed: Callable[[], dict[str, Any] | str],
+        *,
+        distrusted: str | None = None,
+        lends: bool = False,
+    ) -> Remains:
+        self.close()
+        step, newest = self._state.step, self._newest
+        if self._thread is None:
+            problem = "the attempt made no step; pieces of an earlier one stay where they are"
+            return Remains(step, problem)
+        # A step that no gate has followed is not lost if it has to be made again.
+        known = self.committed if error.collateral else step
+        if distrusted is not None:
+            return Remains(known, distrusted)
+        if newest is None or self._written.get(_key(newest), "") is not None:
+            return Remains(known, "this node keeps no piece of the newest step")
+        return Remains(known, None, newest.step)
+
+    def close(self) -> None:
+        """End the thread, once the newest piece is on this node."""
         self.let_go()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
-        newest = self._newest
-        kept = newest is not None and self._written.get(_key(newest), "") is None
-        return newest.step if newest is not None and kept else None
 
     # -- the thread
 
@@ -273,7 +334,7 @@ class Holdings:
                 self._send(self._heir, [label])
 
     def _write(self, copy: BoundaryCopy) -> tuple[Label, str | None]:
-        label = self._label(copy.step)
+        label = label_of(self._ctx, copy.step, self._of)
         try:
             self._common = {
                 name: tree_digest([copy.state.get(key) for key in keys])[:_DIGEST_CHARS]
@@ -288,19 +349,6 @@ class Holdings:
             logger.warning("the piece of step %d could not be kept", copy.step, exc_info=exc)
             problem = f"the piece could not be kept: {type(exc).__name__}: {exc}"
         return replace(label, problem=problem), problem
-
-    def _label(self, step: int) -> Label:
-        ctx = self._ctx
-        return Label(
-            ctx.submission,
-            ctx.attempt,
-            step,
-            ctx.world_rank,
-            digest=None,
-            problem=None,
-            storage=ctx.run_dir.storage.uri,
-            pieces=self._of,
-        )
 
     # -- what arrives
 
@@ -357,9 +405,9 @@ class Holdings:
                 del there[key]
 
     def _meet(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        said = json.dumps({**row, **self.saves.said()}).encode()
+        said = json.dumps({**row, **self._saves.said()}).encode()
         rows = [json.loads(each) for each in self._exchange(said.ljust(_ROW_BYTES))]
-        self.saves.heard(rows)
+        self._saves.heard(rows)
         return rows
 
     def _report(self, step: int, problem: str | None) -> None:
@@ -368,7 +416,7 @@ class Holdings:
             return
         self._problem = problem
         if self._peers.rank == 0:
-            kept = self.kept if problem is None else "none"
+            kept = self.snapshots if problem is None else "none"
             logger.warning("pieces of step %d: %s", step, problem or "kept again")
             self._ctx.journal.emit(
                 EventKind.SNAPSHOTS, {"step": step, "snapshots": kept, "problem": problem}
@@ -386,143 +434,3 @@ def _kept(by_rank: Sequence[int | None], every: int, num_nodes: int) -> Snapshot
 
 def _key(label: Label) -> _Key:
     return label.origin, label.step, label.rank
-
-
-def take_in(
-    store: SnapshotStore, label: Label, size: int, blocks: Iterable[memoryview]
-) -> str | None:
-    """Keep the file of a snapshot that comes from another node. Return why that cannot be done, or
-    None. All blocks are read in any case."""
-    free_bytes = max(0, store.free_bytes() + store.spare_bytes(label))
-    if size > free_bytes:
-        for _ in blocks:
-            pass
-        return f"{size} bytes do not fit the {free_bytes} of shared memory left"
-    try:
-        store.take_in(label, blocks)
-    except Exception as exc:
-        for _ in blocks:
-            pass
-        return f"it did not arrive whole: {exc}"
-    return None
-
-
-# ---------------------------------------------------------------- links
-
-# Files of snapshots, from rank to rank.
-#
-# Not by gloo's messages: if a peer dies in the middle of one, its receiver waits for the whole
-# timeout. A socket ends at once, and closing it frees whoever waits.
-
-_WORD_BYTES = 32
-_HELLO = struct.Struct(f"<{_WORD_BYTES}sI")
-"""The word that only the ranks of an attempt know, and the sender's rank."""
-_HEAD = struct.Struct("<IQ")
-"""Bytes of the label that follows, and of the file after it."""
-_MOST_LABEL_BYTES = 1 << 16
-_BLOCK_BYTES = 1 << 20
-
-
-class PieceLinks:
-    """Send files of this node's snapshots to other ranks, and take in theirs. A collective to
-    make."""
-
-    def __init__(
-        self,
-        ctx: WorkerContext,
-        peers: Peers,
-        take_in: Callable[[Label, int, Iterable[memoryview]], None],
-        lose: Callable[[int, Exception], None],
-    ) -> None:
-        self._rank, self._store = peers.rank, snapshot_store(ctx)
-        self._take_in, self._lose = take_in, lose
-        self._word: bytes = peers.share(secrets.token_bytes(_WORD_BYTES), 0)
-        host = own_address()
-        self._server = listen_at(host)
-        self._places: list[tuple[str, int]] = peers.gather((host, self._server.getsockname()[1]))
-        self._made: dict[int, socket.socket] = {}
-        self._all = [self._server]
-        self._is_closed = False
-        threading.Thread(target=self._accept, name="piece-links", daemon=True).start()
-
-    def send(self, rank: int, label: Label) -> None:
-        """Send a snapshot of this node, or the label alone if it says why there is none. One thread
-        for each rank. Raises OSError, or ValueError if the connection is closed meanwhile."""
-        with ExitStack() as stack:
-            file = None
-            try:
-                if label.problem is None:
-                    file = stack.enter_context(self._store.open(label))
-            except OSError as exc:
-                label = replace(label, problem=f"it cannot be read: {exc}")
-            said = json.dumps(asdict(label)).encode()
-            size = os.fstat(file.fileno()).st_size if file is not None else 0
-            connection = self._to(rank)
-            connection.sendall(_HEAD.pack(len(said), size) + said)
-            if file is not None:
-                connection.sendfile(file)
-
-    def close(self) -> None:
-        """End all connections, and every thread that waits for one."""
-        self._is_closed = True
-        for each in list(self._all):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def _to(self, rank: int) -> socket.socket:
-        if rank not in self._made:
-            made = socket.create_connection(self._places[rank], timeout=SILENT_S)
-            self._all.append(made)
-            made.sendall(_HELLO.pack(self._word, self._rank))
-            self._made[rank] = made
-        return self._made[rank]
-
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            self._all.append(connection)
-            threading.Thread(
-                target=self._serve, args=(connection,), name="piece-link", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        """Take in what one peer sends, until it ends."""
-        give_way()
-        rank = None
-        try:
-            connection.settimeout(SILENT_S)
-            word, said = _HELLO.unpack(_exactly(connection, _HELLO.size))
-            connection.settimeout(None)
-            if not hmac.compare_digest(word, self._word):
-                connection.close()  # a stranger
-                return
-            rank = said
-            while True:
-                length, size = _HEAD.unpack(_exactly(connection, _HEAD.size))
-                if length > _MOST_LABEL_BYTES:
-                    raise ConnectionError(f"a label of {length} bytes")
-                label = Label(**json.loads(_exactly(connection, length)))
-                self._take_in(label, size, _blocks(connection, size))
-        except (OSError, ValueError, TypeError) as exc:
-            if rank is not None:
-                self._lose(rank, exc)
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    return b"".join(map(bytes, _blocks(connection, size)))
-
-
-def _blocks(connection: socket.socket, size: int) -> Iterable[memoryview]:
-    """Yield so many bytes as they come, each block in the memory of the one before. Raises
-    ConnectionError if the peer ends before."""
-    memory = memoryview(bytearray(min(size, _BLOCK_BYTES)))
-    while size:
-        received = connection.recv_into(memory[:size])
-        if not received:
-            raise ConnectionError("the peer has closed the connection")
-        size -= received
-        yield memory[:received]

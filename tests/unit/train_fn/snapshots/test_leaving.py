@@ -22,7 +22,7 @@ from tests.unit.train_fn.loop.test_departure import SPEC
 from tests.unit.train_fn.snapshots.test_state_file import TREES, assert_same, state_of
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
-from train_fn.snapshots import lending, state_file, store
+from train_fn.snapshots import leaving, state_file, store
 from train_fn.snapshots.state_file import state_digest
 from train_fn.snapshots.store import Label, snapshot_store
 
@@ -36,18 +36,18 @@ def context(place: Path, rank: int = 0) -> WorkerContext:
 
 def lends_everything(shared: Path) -> None:
     """Let a state of any size be lent, and found below ``shared``."""
-    lending.SNAPSHOT_BYTES = -1
+    leaving.SNAPSHOT_BYTES = -1
     for module in (store, node_dir):
         module.shared_memory_root = lambda: shared  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerContext]:
-    monkeypatch.setattr(lending, "SNAPSHOT_BYTES", -1)
+    monkeypatch.setattr(leaving, "SNAPSHOT_BYTES", -1)
     for module in (store, node_dir):
         monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path)
     yield context(tmp_path)
-    lending.write()
+    leaving.write()
 
 
 def labels(ctx: WorkerContext) -> list[Label]:
@@ -60,29 +60,29 @@ def labels(ctx: WorkerContext) -> list[Label]:
 @given(tree=TREES)
 def test_what_is_read_is_what_is_lent_in_every_bit_and_type(tree: Any, ctx: WorkerContext) -> None:
     state = state_of(tree)
-    assert lending.leave(ctx, state) is None and lending.lent_step() == 7
+    assert leaving.leave(ctx, state) is None and leaving.lent_step() == 7
     [label] = labels(ctx)
     assert label.digest == state_digest(state)
     assert_same(snapshot_store(ctx).read(label), state)
-    assert lending.write() is None
+    assert leaving.write() is None
     snapshot_store(ctx).remove_all()
 
 
 def test_a_small_state_is_written(ctx: WorkerContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "SNAPSHOT_BYTES", 64 << 20)
-    assert lending.leave(ctx, state_of({})) is None
-    assert lending.lent_step() is None and lending.write() is None
+    monkeypatch.setattr(leaving, "SNAPSHOT_BYTES", 64 << 20)
+    assert leaving.leave(ctx, state_of({})) is None
+    assert leaving.lent_step() is None and leaving.write() is None
     assert_same(snapshot_store(ctx).read(labels(ctx)[0]), state_of({}))
 
 
 def test_of_two_ranks_of_a_node_one_lends_the_same_state(
     ctx: WorkerContext, tmp_path: Path
 ) -> None:
-    assert lending.leave(ctx, state_of({})) is None
+    assert leaving.leave(ctx, state_of({})) is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lending, "_loan", None)  # as in the other rank's process
-        assert lending.leave(context(tmp_path, rank=1), state_of({})) is None
-        assert lending.lent_step() is None
+        patch.setattr(leaving, "_loan", None)  # as in the other rank's process
+        assert leaving.leave(context(tmp_path, rank=1), state_of({})) is None
+        assert leaving.lent_step() is None
     assert [label.rank for label in labels(ctx)] == [0]
 
 
@@ -90,9 +90,9 @@ def test_where_nothing_can_be_lent_the_label_says_so(
     ctx: WorkerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_file, "machine", lambda: "")
-    problem = lending.leave(ctx, state_of({}))
+    problem = leaving.leave(ctx, state_of({}))
     assert problem is not None and problem.startswith("the state cannot be lent")
-    assert [label.problem for label in labels(ctx)] == [problem] and lending.lent_step() is None
+    assert [label.problem for label in labels(ctx)] == [problem] and leaving.lent_step() is None
 
 
 # ---------------------------------------------------------------- two processes
@@ -122,9 +122,9 @@ class Lender:
 
 def _lend(pipe: Connection, place: Path) -> None:
     lends_everything(place)
-    pipe.send((lending.leave(context(place), large_state()), lending.lent_step()))
+    pipe.send((leaving.leave(context(place), large_state()), leaving.lent_step()))
     pipe.recv()
-    pipe.send(lending.write())
+    pipe.send(leaving.write())
 
 
 def large_state() -> dict[str, Any]:

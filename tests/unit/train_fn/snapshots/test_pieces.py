@@ -4,12 +4,10 @@ and checkpoints that all ranks write together."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,70 +18,32 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageUnavailable
 from tests.support.one_rank import journal_of
-from tests.support.saves import make_context
+from tests.support.two_ranks import (
+    DEADLINE_S,
+    SmallState,
+    Together,
+    both,
+    one_of_two,
+    peers_of,
+)
 from train_fn.checkpoints.commit import load_pieces, num_pieces
 from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.sharded import short
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, RanksApart, StepNotWhole
-from train_fn.snapshots import holdings as holdings_module
-from train_fn.snapshots.holdings import Holdings
+from train_fn.snapshots import links as links_module
+from train_fn.snapshots import pieces as pieces_module
+from train_fn.snapshots.keeper import Restored
+from train_fn.snapshots.pieces import PieceKeeper
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
 from train_fn.state.pieces import Move, Piece
-from train_fn.state.run_state import RunState
 
 pytestmark = pytest.mark.own_process
-
-DEADLINE_S = 30.0
 
 
 @pytest.fixture(autouse=True)
 def on_loopback(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-class Shard(RunState):
-    """Three rows of weights over the ranks."""
-
-    def __init__(self, piece: Piece) -> None:
-        super().__init__()
-        self.piece, self.rows = piece, {"model/w": 3}
-        self.count, self.scheduler, self.rate = torch.zeros(()), 0, 0.1
-        self.weight = torch.zeros(2 - piece.number, 4)
-
-    @property
-    def epoch(self) -> int:
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self.piece is not None
-        empty = {"optimizer": {"lr": self.rate}, "scaler": {}, "ema": None}
-        empty["task"] = {"scheduler": self.scheduler}
-        empty["model"] = {"count": self.count}
-        own = {"piece": tuple(self.piece), "rows": self.rows, "shards": {"model/w": self.weight}}
-        return {**self.counters(0), "fingerprint": "data", **empty, **own}
-
-    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
-        raise NotImplementedError
-
-    def require_sound(self, state: Mapping[str, Any]) -> None:
-        pass
-
-
-class Together:
-    """What the collectives of two ranks do, for ranks that are threads."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=DEADLINE_S)
-        self._said: list[Any] = [None, None]
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self._said[rank] = value
-        self._barrier.wait()
-        found = list(self._said)
-        self._barrier.wait()
-        return found
 
 
 class Rank:
@@ -92,22 +52,16 @@ class Rank:
     def __init__(
         self, rank: int, ctx: WorkerContext, together: Together, of: int, every: int
     ) -> None:
-        self.rank, self.world_size, self._together = rank, 2, together
-        self.ctx, self.state = ctx, Shard(Piece(rank % of, of))
-        self.copies = BoundaryCopies(self.state)
-        self.holdings = Holdings(ctx, self, of, every)  # type: ignore[arg-type]
-        self.holdings.open(self.copies, lambda own: together.exchange(rank, own), 0)
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._together.exchange(self.rank, value)
-
-    def share(self, value: Any, source: int) -> Any:
-        return self.gather(value)[source]
+        self.rank, self.ctx, self.state = rank, ctx, SmallState(Piece(rank % of, of))
+        self.copies, peers = BoundaryCopies(self.state), peers_of(rank, together)
+        self.keeper = PieceKeeper(ctx, peers, self.state, every)
+        self.keeper.join()
+        self.keeper.open(self.copies, peers.exchange, Restored("fresh", 0, None, ()))
 
     def make_step(self) -> None:
         self.state.step += 1
         self.state.weight += 1
-        self.holdings.publish()
+        self.keeper.after_step()
 
     def labels(self) -> set[tuple[int, int]]:
         return {(label.step, label.rank) for label in snapshot_store(self.ctx).labels()}
@@ -119,19 +73,12 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Rank]]
     together = Together()
 
     def made(rank: int) -> Rank:
-        ctx = make_context(tmp_path, rank)
-        place = {"world_size": 2, "node_id": f"node{rank}", "num_nodes": 2}
-        return Rank(rank, dataclasses.replace(ctx, **place), together, *request.param)
+        return Rank(rank, one_of_two(tmp_path, rank), together, *request.param)
 
     ranks = both(made, [0, 1])
     yield ranks
     for rank in ranks:
-        rank.holdings.close()
-
-
-def both(action: Callable[[Any], Any], of: list[Any]) -> list[Any]:
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(action, of))
+        rank.keeper.close()
 
 
 def no_room(store: object, label: Label, size: int, blocks: Iterable[memoryview]) -> str:
@@ -142,14 +89,14 @@ def no_room(store: object, label: Label, size: int, blocks: Iterable[memoryview]
 
 def step_and_gate(rank: Rank) -> None:
     rank.make_step()
-    rank.holdings.pass_gate()
+    rank.keeper.gate()
 
 
 def test_who_passes_a_gate_has_both_pieces_on_each_node(pair: list[Rank]) -> None:
     for step in (1, 2, 3):
         both(step_and_gate, pair)
         assert [rank.labels() for rank in pair] == [{(step, 0), (step, 1)}] * 2
-        assert [rank.holdings.committed for rank in pair] == [step, step]
+        assert [rank.keeper.committed for rank in pair] == [step, step]
     store = snapshot_store(pair[0].ctx)
     [theirs] = [label for label in store.labels() if label.rank == 1]
     assert store.read(theirs)["shards"]["model/w"].equal(pair[1].state.weight)
@@ -161,7 +108,7 @@ def test_older_pieces_stay_until_the_newest_are_everywhere(pair: list[Rank]) -> 
     for rank in pair:
         rank.make_step()
     assert all({(1, 0), (1, 1)} <= rank.labels() for rank in pair)
-    both(lambda rank: rank.holdings.pass_gate(), pair)
+    both(lambda rank: rank.keeper.gate(), pair)
     assert [rank.labels() for rank in pair] == [{(2, 0), (2, 1)}] * 2
 
 
@@ -172,10 +119,10 @@ def test_copies_that_travel_now_and_then_stay_until_newer_ones_have(pair: list[R
         both(Rank.make_step, pair)
         before = {(newest.get(step - 1, 1), each) for each in (0, 1)} if step > 1 else set()
         assert all(before <= rank.labels() for rank in pair), "a death now leaves these whole"
-        both(lambda rank: rank.holdings.pass_gate(), pair)
+        both(lambda rank: rank.keeper.gate(), pair)
         copies = {(sent, 0), (sent, 1)}
         assert [rank.labels() for rank in pair] == [copies | {(step, own)} for own in (0, 1)]
-    assert [rank.holdings.kept for rank in pair] == ["every_n"] * 2
+    assert [rank.keeper.snapshots for rank in pair] == ["every_n"] * 2
 
 
 @pytest.mark.parametrize("pair", [(2, 3)], indirect=True)
@@ -187,7 +134,7 @@ def test_copies_that_were_not_kept_travel_again_with_the_next_step(
     for step in (1, 2, 3, 4, 5):
         with monkeypatch.context() as full:
             if step in (3, 4):
-                full.setattr(holdings_module, "take_in", no_room)
+                full.setattr(pieces_module, "take_in", no_room)
             both(step_and_gate, pair)
         said = journal_of(pair[0].ctx).of_kind(EventKind.SNAPSHOTS)
         kept.append(said[-1]["snapshots"] if said else None)
@@ -200,14 +147,14 @@ def test_without_heirs_each_node_keeps_its_own_pieces_alone(pair: list[Rank]) ->
     for step in (1, 2, 3):
         both(step_and_gate, pair)
         assert [rank.labels() for rank in pair] == [{(step, 0)}, {(step, 1)}]
-    assert [rank.holdings.kept for rank in pair] == ["own_node"] * 2
+    assert [rank.keeper.snapshots for rank in pair] == ["own_node"] * 2
 
 
 def test_ranks_that_would_send_at_other_steps_are_refused(tmp_path: Path) -> None:
     together = Together()
 
     def made(rank: int) -> None:
-        ctx = dataclasses.replace(make_context(tmp_path, rank), node_id=f"node{rank}")
+        ctx = one_of_two(tmp_path, rank)
         with pytest.raises(BadTask, match="heirs is 3 on rank 1 and 1 on rank 0; set it to the"):
             Rank(rank, ctx, together, 2, (1, 3)[rank])
 
@@ -244,10 +191,10 @@ def test_a_piece_that_comes_is_not_written_over_one_that_somebody_reads(pair: li
 def test_a_gate_does_not_wait_for_a_rank_that_left(pair: list[Rank]) -> None:
     both(step_and_gate, pair)
     pair[0].make_step()
-    pair[1].holdings.let_go()
+    pair[1].keeper.let_go()
     with pytest.raises(PeersGone, match="rank 1 is gone, or silent, and its piece of step 2"):
-        pair[0].holdings.pass_gate()
-    assert pair[0].holdings.close() == 2, "its own piece is there"
+        pair[0].keeper.gate()
+    pair[0].keeper.close()
     assert {(1, 0), (1, 1), (2, 0)} == pair[0].labels()
 
 
@@ -255,16 +202,16 @@ def test_a_gate_ends_if_the_attempt_was_given_up(pair: list[Rank]) -> None:
     pair[0].make_step()
     object.__setattr__(pair[0].ctx, "is_abandoned", lambda: True)
     with pytest.raises(PeersGone, match="given up"):
-        pair[0].holdings.pass_gate()
+        pair[0].keeper.gate()
 
 
 def test_ranks_at_different_steps_do_not_pass(pair: list[Rank]) -> None:
     def at_another(rank: Rank) -> None:
         rank.state.step += rank.rank
         rank.make_step()
-        rank.holdings._wards = []
+        rank.keeper._wards = []
         with pytest.raises(StepNotWhole, match=r"rank \d has kept step [12] of attempt 1"):
-            rank.holdings.pass_gate()
+            rank.keeper.gate()
 
     both(at_another, pair)
 
@@ -295,7 +242,7 @@ def test_what_goes_apart_between_ranks_is_refused_by_name(
 def test_a_gate_tells_what_each_rank_said(pair: list[Rank]) -> None:
     def passed(rank: Rank) -> list[int]:
         rank.make_step()
-        return rank.holdings.pass_gate(5 + rank.rank)
+        return rank.keeper.gate(5 + rank.rank)
 
     assert both(passed, pair) == [[5, 6], [5, 6]]
 
@@ -346,7 +293,7 @@ def newest(rank: Rank) -> Label:
 def test_a_piece_that_is_verified_for_long_is_no_silence(
     pair: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdings_module, "SILENT_S", 1.0)
+    monkeypatch.setattr(pieces_module, "SILENT_S", 1.0)
     take_in = SnapshotStore.take_in
 
     def slowly(store: SnapshotStore, label: Label, blocks: Any) -> None:
@@ -356,7 +303,7 @@ def test_a_piece_that_is_verified_for_long_is_no_silence(
 
     monkeypatch.setattr(SnapshotStore, "take_in", slowly)
     both(step_and_gate, pair)
-    assert [rank.holdings.committed for rank in pair] == [1, 1]
+    assert [rank.keeper.committed for rank in pair] == [1, 1]
 
 
 def test_several_ranks_are_sent_their_pieces_at_once(
@@ -371,16 +318,16 @@ def test_several_ranks_are_sent_their_pieces_at_once(
             served.set()
         assert served.wait(DEADLINE_S)
 
-    monkeypatch.setattr(pair[0].holdings._links, "send", send)
-    assert pair[0].holdings.bring({Move(0, 2, 0): label, Move(0, 3, 0): label}) == []
+    monkeypatch.setattr(pair[0].keeper._links, "send", send)
+    assert pair[0].keeper.bring({Move(0, 2, 0): label, Move(0, 3, 0): label}) == []
 
 
 def test_pieces_are_brought_to_a_node_that_lacks_them(pair: list[Rank]) -> None:
     both(step_and_gate, pair)
     label = newest(pair[0])
     snapshot_store(pair[1].ctx).remove(label)
-    pair[1].holdings._arrived.clear()
-    failed = both(lambda rank: rank.holdings.bring({Move(0, 1, 0): label}), pair)
+    pair[1].keeper._arrived.clear()
+    failed = both(lambda rank: rank.keeper.bring({Move(0, 1, 0): label}), pair)
     assert failed == [[], []] and (1, 0) in pair[1].labels()
 
 
@@ -388,12 +335,12 @@ def test_a_damaged_file_is_named_and_not_kept(pair: list[Rank]) -> None:
     both(step_and_gate, pair)
     label = newest(pair[0])
     snapshot_store(pair[1].ctx).remove(label)
-    pair[1].holdings._arrived.clear()
+    pair[1].keeper._arrived.clear()
     path = snapshot_store(pair[0].ctx)._state_path(label)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
-    failed = both(lambda rank: rank.holdings.bring({Move(0, 1, 0): label}), pair)
+    failed = both(lambda rank: rank.keeper.bring({Move(0, 1, 0): label}), pair)
     assert failed[0] == []
     [(move, problem)] = failed[1]
     assert move == Move(0, 1, 0) and "it did not arrive whole" in problem
@@ -403,25 +350,25 @@ def test_a_damaged_file_is_named_and_not_kept(pair: list[Rank]) -> None:
 def test_a_sender_that_dies_within_a_file_leaves_nothing(pair: list[Rank]) -> None:
     both(step_and_gate, pair)
     label = dataclasses.replace(newest(pair[0]), step=9)
-    links = pair[0].holdings._links
+    links = pair[0].keeper._links
     assert links is not None
     connection = links._to(1)
     said = b'{"submission": 1, "attempt": 1, "step": 9, "rank": 0, "digest": "d", "problem": null}'
-    connection.sendall(holdings_module._HEAD.pack(len(said), 1000) + said + bytes(10))
+    connection.sendall(links_module._HEAD.pack(len(said), 1000) + said + bytes(10))
     connection.close()
     with pytest.raises(PeersGone, match="rank 0 is gone"):
         while True:
-            pair[1].holdings._wait_for(label, 0)
-            pair[1].holdings._arrived.clear()
+            pair[1].keeper._wait_for(label, 0)
+            pair[1].keeper._arrived.clear()
     assert {step for step, _ in pair[1].labels()} == {1}
     assert not list(snapshot_store(pair[1].ctx).directory.glob("*.tmp"))
 
 
 def test_a_stranger_is_not_heard(pair: list[Rank]) -> None:
-    links = pair[0].holdings._links
+    links = pair[0].keeper._links
     assert links is not None
     with socket.create_connection(links._places[0], timeout=DEADLINE_S) as stranger:
-        stranger.sendall(holdings_module._HELLO.pack(bytes(32), 1))
+        stranger.sendall(links_module._HELLO.pack(bytes(32), 1))
         assert stranger.recv(1) == b""
     both(step_and_gate, pair)
     assert [rank.labels() for rank in pair] == [{(1, 0), (1, 1)}] * 2
@@ -431,7 +378,7 @@ def test_a_stranger_is_not_heard(pair: list[Rank]) -> None:
 
 
 def savers(pair: list[Rank]) -> list[Saver]:
-    return [Saver(rank.ctx, rank.state, rank.copies, rank.holdings.saves.collect) for rank in pair]
+    return [Saver(rank.ctx, rank.state, rank.copies, rank.keeper.collect) for rank in pair]
 
 
 def is_busy(saver: Saver) -> bool:
@@ -443,12 +390,12 @@ def save_and_train(pair: list[Rank], by_rank: list[Saver], num_steps: int) -> No
 
     def run(rank: Rank) -> None:
         rank.make_step()
-        rank.holdings.hold()
+        rank.keeper.save()
         by_rank[rank.rank].offer(due=True, is_best=False)
         for _ in range(num_steps):
-            rank.holdings.pass_gate()
+            rank.keeper.gate()
             rank.make_step()
-        rank.holdings.pass_gate()
+        rank.keeper.gate()
 
     both(run, pair)
 
@@ -483,21 +430,16 @@ def test_nothing_is_committed_if_a_rank_cannot_write(
 def test_ranks_keep_the_copy_of_a_checkpoint_while_the_next_one_is_due(pair: list[Rank]) -> None:
     by_rank = savers(pair)
     save_and_train(pair, by_rank, 0)
-    both(lambda rank: (rank.make_step(), rank.holdings.hold()), pair)
+    both(lambda rank: (rank.make_step(), rank.keeper.save()), pair)
     while is_busy(by_rank[0]):
-        both(lambda rank: rank.holdings.meet(), pair)
+        both(lambda rank: rank.keeper.meet(), pair)
     assert [each.step for each in CheckpointStore(pair[0].ctx.run_dir).list()] == [1]
-    assert {*pair[1].holdings.saves._copies} == {1, 2}
-
-
-def test_a_text_at_a_gate_is_short() -> None:
-    assert short(None) is None and short("full") == "full"
-    assert len(json.dumps(short("\u00e4" * 5000))) == 202
+    assert {*pair[1].keeper._saves._copies} == {1, 2}
 
 
 def test_a_saver_does_not_wait_for_ranks_that_left(pair: list[Rank]) -> None:
     by_rank = savers(pair)
     save_and_train(pair, by_rank, 0)
-    pair[0].holdings.let_go()
+    pair[0].keeper.let_go()
     assert by_rank[0].wait_idle(DEADLINE_S)
     assert CheckpointStore(pair[0].ctx.run_dir).list() == []
