@@ -15,9 +15,7 @@ from tests.support.command_line import run_cli
 
 
 def test_serve_without_the_server_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        cli_service, "SERVER_MODULES", ("service.no_such", "no_such_package.module", "json")
-    )
+    monkeypatch.setattr(cli_service, "SERVER_MODULES", ("no_such_package", "json"))
     for command in ("serve", "demo"):
         result = run_cli(command)
         assert (
