@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 60.0
 
 
 SERVE = (
-    *(sys.executable, "-m", "service.process.serve"),
+    *(sys.executable, "-m", "everstep.cli.main", "serve"),
     *("--port", "0", "--nodes", "3", "--cpus-per-node", "1", "--drills"),
 )
 
