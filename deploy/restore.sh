@@ -2,7 +2,7 @@
 # Brings a copy made by deploy/backup.sh into a new deployment, or into a new database and storage:
 #
 #   deploy/restore.sh DIRECTORY                       then: docker compose up --detach --scale worker=3
-#   deploy/restore.sh DIRECTORY DATABASE [STORAGE]    then: everstep serve with both, and everstep storage adopt
+#   deploy/restore.sh DIRECTORY DATABASE [STORAGE]    then: everstep serve with both, and everstep storage --adopt
 #
 # Stop the old service first: two on copies of one storage do not know of each other. Runs that were live are submitted again, and resume
 # from the newest checkpoint in the copy. API tokens of the copy stay valid, but the local administrators' tokens are new.
@@ -40,7 +40,7 @@ restore_deployment() {
     in_volume tar --extract --directory=/data --no-overwrite-dir <"$source/objects.tar"
     docker compose up --detach --wait service-a
     # Rows may be behind what the store holds of their runs.
-    docker compose exec -T service-a everstep storage adopt
+    docker compose exec -T service-a everstep storage --adopt
     trap - EXIT
     echo "restored; go on with: docker compose up --detach --scale worker=N"
 }
@@ -83,7 +83,7 @@ restore_service() {
             mv --no-clobber "$database.partial" "$database" ;;
     esac
     trap - EXIT
-    echo "restored; start everstep serve with this database and storage, then run: everstep storage adopt"
+    echo "restored; start everstep serve with this database and storage, then run: everstep storage --adopt"
 }
 
 if [ $# = 1 ]; then restore_deployment; else restore_service "${@:2}"; fi

@@ -46,7 +46,7 @@ An editor with the YAML language server completes and checks a spec that begins 
 
     # yaml-language-server: $schema=spec.schema.json
 
-`everstep init schema` writes that file, `everstep init task NAME` both. A service has it at
+`everstep init --schema` writes that file, `everstep init NAME` both. A service has it at
 `/static/spec.schema.json`, without a token, and at `/v1/schema`.
 """
 LONGEST_CHOICE = 12

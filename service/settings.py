@@ -17,7 +17,7 @@ import httpx
 import structlog
 from pydantic import Field, model_validator
 
-from everstep.options.model import FlagValue, SettingsError
+from everstep.options.model import SettingsError
 from everstep.options.serve import OPTIONS, ServeOptions
 from service.model.provider_rule import GrantRule, MailServer, Prices, ProviderRule
 from service.submission_rules.packages import NO_PACKAGES, NotifyRule, PipRule, origin_of
@@ -43,14 +43,12 @@ class Settings(ServeOptions):
     """Token of the existing Ray cluster; None sends none. The embedded cluster makes its own."""
 
     @classmethod
-    def of_process(
-        cls, environ: Mapping[str, str], flags: Mapping[str, FlagValue] | None = None
-    ) -> Self:
-        """Return what flags and environment say, with the token of an existing Ray cluster.
+    def of_process(cls, environ: Mapping[str, str]) -> Self:
+        """Return what the environment says, with the token of an existing Ray cluster.
 
         Raises SettingsError.
         """
-        settings = cls.read(environ, flags)
+        settings = cls.read(environ)
         if settings.embedded:
             return settings
         return settings.model_copy(update={"ray_token": existing_ray_token(environ)})

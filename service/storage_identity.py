@@ -159,7 +159,7 @@ class StorageGate:
                 f"{run.submission}: the database is "
                 "older than its storage, for instance restored from a backup. End the other "
                 "service if there is one, and restore a "
-                "newer database; or run `everstep storage adopt`, which reads what the storage "
+                "newer database; or run `everstep storage --adopt`, which reads what the storage "
                 "holds beyond it"
             )
         return known_of(run, storage_id)

@@ -40,7 +40,7 @@ STORAGE_WORDS = "everstep: storage: "
 """Prefix of the line in which such a driver gives the reason."""
 REMEDY = (
     "Mount or configure the storage that was used before. To continue with the present one, "
-    "without the data that it lacks, run `everstep storage adopt`"
+    "without the data that it lacks, run `everstep storage --adopt`"
 )
 
 
@@ -149,14 +149,14 @@ def problem_of_owner(found: Owner | None, mine: Owner | None) -> str | None:
         return (
             f"belongs to the database of another service ({found.service}), which has taken it "
             "over. Stop one of the two, or give each a storage of its own; to take it back, stop "
-            "the other one and run `everstep storage adopt`"
+            "the other one and run `everstep storage --adopt`"
         )
     if found.generation > mine.generation:
         return (
             f"was used with a newer copy of this database, by the service {found.service}: the "
             "database was restored from a backup, or another service runs on a copy of it. Stop "
             "the other service if there is one, and restore the newer database; to go on with "
-            "this one, run `everstep storage adopt`"
+            "this one, run `everstep storage --adopt`"
         )
     return None
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.terminal import Columns, Exit, Said, command, terminal
+from everstep.cli.terminal import Columns, Exit, Said, command, print_found, terminal
 from everstep.errors import UsageError
 from everstep.text import words
 from everstep.wire.alerts import Alert, AlertDelivery
@@ -20,7 +20,6 @@ from everstep.wire.team import AuditEntry, NewToken, Project, Session, Token
 project = typer.Typer(
     help="Create projects, set their quotas, list and delete them.", no_args_is_help=True
 )
-session = typer.Typer(help="List and end log-ins of browsers.", no_args_is_help=True)
 token = typer.Typer(help="Create, list and revoke tokens.", no_args_is_help=True)
 
 QuotaOption = Annotated[int | None, typer.Option(min=0, help="Default no limit.")]
@@ -128,65 +127,72 @@ def create_token(
     )
 
 
-@token.command("list")
-@command(
-    Columns[Token](
-        ("token", "name", "role", "project", "expires", "last used"),
-        lambda one: (
-            one.id,
-            one.name,
-            one.role,
-            one.project or "all",
-            one.expires_at or "never",
-            words.ago(one.last_used_at) or "never",
-        ),
-        empty="no tokens",
-        text=("name", "project", "expires", "last used"),
-        dispensable=("last used", "expires"),
-    )
+_TOKENS = Columns[Token](
+    ("token", "name", "role", "project", "expires", "last used"),
+    lambda one: (
+        one.id,
+        one.name,
+        one.role,
+        one.project or "all",
+        one.expires_at or "never",
+        words.ago(one.last_used_at) or "never",
+    ),
+    empty="no tokens",
+    text=("name", "project", "expires", "last used"),
+    dispensable=("last used", "expires"),
 )
-def list_tokens() -> Iterator[Token]:
+
+
+_SESSIONS = Columns[Session](
+    ("session", "name", "role", "project", "began", "ends", "from"),
+    lambda one: (
+        one.id,
+        one.name,
+        one.role,
+        one.project or "all",
+        words.ago(one.created_at),
+        one.expires_at,
+        one.address or "unknown",
+    ),
+    empty="no sessions",
+    text=("name", "project", "began", "ends", "from"),
+    dispensable=("began", "from"),
+)
+
+
+@token.command("list")
+@command()
+def list_tokens(
+    sessions: Annotated[
+        bool,
+        typer.Option(
+            "--sessions",
+            help="Show the log-ins of browsers: yours, or everybody's to an administrator.",
+        ),
+    ] = False,
+) -> None:
     """Show every token that is not revoked."""
-    return terminal().client().tokens.list()
+    client = terminal().client()
+    if sessions:
+        print_found(client.sessions.list(), _SESSIONS)
+    else:
+        print_found(client.tokens.list(), _TOKENS)
 
 
 @token.command("revoke")
 @command()
-def revoke_token(token_id: str) -> Said:
-    """Revoke a token at once."""
-    terminal().client().tokens.revoke(token_id)
+def revoke_token(
+    token_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Id of a token, or of a session (ses_…).")
+    ],
+) -> Said:
+    """Revoke a token at once, or end the log-in of a browser."""
+    client = terminal().client()
+    if token_id.startswith("ses_"):
+        client.sessions.revoke(token_id)
+        return Said(lines=[f"session {token_id} has ended"])
+    client.tokens.revoke(token_id)
     return Said(lines=[f"token {token_id} is revoked"])
-
-
-@session.command("list")
-@command(
-    Columns[Session](
-        ("session", "name", "role", "project", "began", "ends", "from"),
-        lambda one: (
-            one.id,
-            one.name,
-            one.role,
-            one.project or "all",
-            words.ago(one.created_at),
-            one.expires_at,
-            one.address or "unknown",
-        ),
-        empty="no sessions",
-        text=("name", "project", "began", "ends", "from"),
-        dispensable=("began", "from"),
-    )
-)
-def list_sessions() -> Iterator[Session]:
-    """Show your log-ins at the pages; an administrator sees everybody's."""
-    return terminal().client().sessions.list()
-
-
-@session.command("revoke")
-@command()
-def revoke_session(session_id: str) -> Said:
-    """End a session at once."""
-    terminal().client().sessions.revoke(session_id)
-    return Said(lines=[f"session {session_id} has ended"])
 
 
 @command(
@@ -310,69 +316,78 @@ def add_alert(
     return Said(made, [made.id], [f"{what}; try it: everstep alerts test {made.id}"])
 
 
-@alerts.command("list")
-@command(
-    Columns[Alert](
-        ("alert", "project", "name", "when", "to", "target"),
-        lambda one: (one.id, one.project, one.name, _when(one), one.format, one.target),
-        empty="no alerts",
-        text=("project", "name", "when", "target"),
-        dispensable=("project", "target"),
-    )
+_ALERTS = Columns[Alert](
+    ("alert", "project", "name", "when", "to", "target"),
+    lambda one: (one.id, one.project, one.name, _when(one), one.format, one.target),
+    empty="no alerts",
+    text=("project", "name", "when", "target"),
+    dispensable=("project", "target"),
 )
-def list_alerts(project: ProjectOption = None) -> Iterator[Alert]:
-    """Show every alert, without secrets."""
-    return terminal().client().alerts.list(project)
+
+
+_DELIVERIES = Columns[AlertDelivery](
+    ("message", "at", "event", "state", "tries", "run", "answer"),
+    lambda one: (
+        one.id,
+        f"{one.created_at:%Y-%m-%d %H:%M:%S}",
+        one.event,
+        one.state,
+        one.tries,
+        one.run_id,
+        _problem(one) if one.error else one.status,
+    ),
+    empty="no messages",
+    text=("answer",),
+    dispensable=("tries", "run", "at"),
+)
+
+
+@alerts.command("list")
+@command()
+def list_alerts(
+    alert: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ALERT]",
+            help="Show the last messages of this alert, and what became of them.",
+            show_default=False,
+        ),
+    ] = None,
+    project: ProjectOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="With ALERT: maximum number of messages.")] = 20,
+) -> None:
+    """Show every alert, without secrets, or the messages of one."""
+    client = terminal().client().alerts
+    if alert is None:
+        print_found(client.list(project), _ALERTS)
+    else:
+        print_found(itertools.islice(client.deliveries(alert), limit), _DELIVERIES)
 
 
 @alerts.command("test")
 @command()
-def test_alert(alert: AlertArgument) -> Said:
+def test_alert(
+    alert: AlertArgument,
+    message: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MESSAGE]",
+            help="Send this one again, such as dlv_…. Failed tries are repeated for a day.",
+            show_default=False,
+        ),
+    ] = None,
+) -> Said:
     """Send a test message, and show what became of it. Exit code 1 if it was not delivered."""
     out = terminal()
+    if message is not None:
+        again = out.client().alerts.retry(alert, message)
+        return Said(again, [f"message {again.id} will be sent again"])
     sent = out.client().alerts.test(alert)
     if sent.state != "delivered":
         if out.as_json:
             out.json(sent)
         raise out.fail(f"not delivered: {_problem(sent)}", Exit.FAILED)
     return Said(sent, [f"delivered; the receiver answered {sent.status}"])
-
-
-@alerts.command("deliveries")
-@command(
-    Columns[AlertDelivery](
-        ("message", "at", "event", "state", "tries", "run", "answer"),
-        lambda one: (
-            one.id,
-            f"{one.created_at:%Y-%m-%d %H:%M:%S}",
-            one.event,
-            one.state,
-            one.tries,
-            one.run_id,
-            _problem(one) if one.error else one.status,
-        ),
-        empty="no messages",
-        text=("answer",),
-        dispensable=("tries", "run", "at"),
-    )
-)
-def deliveries(
-    alert: AlertArgument,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of messages.")] = 20,
-) -> Iterator[AlertDelivery]:
-    """Show the last messages of an alert, newest first, and what became of them."""
-    return itertools.islice(terminal().client().alerts.deliveries(alert), limit)
-
-
-@alerts.command("retry")
-@command()
-def retry(
-    alert: AlertArgument,
-    message: Annotated[str, typer.Argument(metavar="MESSAGE", help="Such as dlv_….")],
-) -> Said:
-    """Send a message again. Failed tries are repeated for a day."""
-    sent = terminal().client().alerts.retry(alert, message)
-    return Said(sent, [f"message {sent.id} will be sent again"])
 
 
 @alerts.command("delete")

@@ -34,17 +34,18 @@ ReasonOption = Annotated[
 
 
 @command()
-def cordon(node: NodeArgument, reason: ReasonOption = None) -> Said:
+def cordon(
+    node: NodeArgument,
+    reason: ReasonOption = None,
+    undo: Annotated[
+        bool,
+        typer.Option("--undo", help="Allow ranks on a cordoned or draining node again."),
+    ] = False,
+) -> Said:
     """Place no new ranks on a node; its current ranks stay."""
     nodes = terminal().client().nodes
-    return _now(nodes.cordon(nodes.find(node).id, reason=reason))
-
-
-@command()
-def uncordon(node: NodeArgument, reason: ReasonOption = None) -> Said:
-    """Allow ranks on a cordoned or draining node again."""
-    nodes = terminal().client().nodes
-    return _now(nodes.uncordon(nodes.find(node).id, reason=reason))
+    change = nodes.uncordon if undo else nodes.cordon
+    return _now(change(nodes.find(node).id, reason=reason))
 
 
 @command()

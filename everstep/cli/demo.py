@@ -13,21 +13,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from everstep.cli.demo_service import (
-    DemoFailed,
-    Service,
-    Victim,
-    choose_victim,
-    existing,
-    keep_log,
-    kill,
-    own_service,
-)
+from everstep.cli.demo_service import DemoFailed, Service, keep_log, own_service
+from everstep.cli.drills import report_fields
 from everstep.cli.runs import Watcher
 from everstep.cli.terminal import Exit, Terminal, exit_code_of_status
+from everstep.client.client import Client
+from everstep.client.handles import DrillHandle
 from everstep.client.runs import RunHandle
 from everstep.errors import EverstepError
-from everstep.wire import Event, Run
+from everstep.home import home_directory
+from everstep.wire import Run
+from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.events import EventKind
 from everstep.wire.run import Replay
 
@@ -64,7 +60,10 @@ def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> in
     phases = Phases()
     with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
         with phases.timed("service"):
-            service = existing(url) if url else stack.enter_context(own_service(terminal, keep))
+            if url:
+                service = Service(Client(url), home_directory(), None)
+            else:
+                service = stack.enter_context(own_service(terminal, keep))
         terminal.note(
             f"service {service.client.url}, home {service.home}: {phases.said('service')}"
         )
@@ -75,18 +74,16 @@ def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> in
         )
         try:
             with phases.timed("training"):
-                story = _train(terminal, service, run)
+                drill = _train(terminal, service, run)
         except BaseException:
             if service.pid is None:
                 _cancel_quietly(run)
             raise
         if exit_code_of_status(run.refresh().status) != Exit.SUCCEEDED:
             raise _failed(service, run)
-        terminal.note(f"trained: {phases.said('training')}")
         with phases.timed("replay"):
             proof = _proof(terminal, service, run)
-        terminal.note(f"compared: {phases.said('replay')}")
-        ending = _Ending(story, proof, phases, Path(out), keep)
+        ending = _Ending(drill, proof, phases, Path(out), keep)
         return _print_summary(terminal, service, run, ending)
 
 
@@ -110,73 +107,42 @@ class Phases:
         return f"{sum(self.seconds.values()):.0f} s: {parts}"
 
 
-@dataclass
-class DemoStory:
-    """What happened to the run, from its events."""
-
-    victim: Victim | None = None
-    killed_at: float | None = None
-    """Unix seconds of the SIGKILL."""
-    killed_step: int = 0
-    next_step_at: float | None = None
-    """Unix seconds of the first step after the kill, by the rank's clock, which is this
-    machine's."""
-    world_size_after: int | None = None
-    _attempt: int = 0
-    _restored_step: int = 0
-    total_steps: int | None = None
-
-    def take(self, event: Event) -> None:
-        if event.kind == EventKind.TRAINING_STARTED:
-            self.total_steps = event.data.get("total_steps")
-        if event.kind == EventKind.ATTEMPT_STARTED and self.killed_at and self.next_step_at is None:
-            self.world_size_after = event.data.get("world_size")
-        if event.kind == EventKind.RESTORED:
-            self._restored_step = event.data["step"]
-        if event.kind == EventKind.METRICS and (points := event.data.get("points")):
-            if self.killed_at is None:
-                self.killed_step, self._attempt = points[-1]["step"], event.attempt
-            elif self.next_step_at is None and event.attempt > self._attempt:
-                # The first report of an attempt may repeat steps of the one before.
-                new = [point["at"] for point in points if point["step"] > self._restored_step]
-                self.next_step_at = min(new, default=None)
-
-    @property
-    def is_due(self) -> bool:
-        """Return whether it is time to kill."""
-        return (
-            self.killed_at is None
-            and self.total_steps is not None
-            and self.killed_step >= KILL_AT * self.total_steps
-        )
-
-
 @dataclass(frozen=True)
 class _Ending:
     """What the summary is made of."""
 
-    story: DemoStory
+    drill: Drill
     proof: Replay
     phases: Phases
     out: Path
     keep: bool
 
 
-def _train(terminal: Terminal, service: Service, run: RunHandle) -> DemoStory:
-    story = DemoStory()
+def _train(terminal: Terminal, service: Service, run: RunHandle) -> Drill:
+    """Follow the run to its end, and kill a node on the way. Return what the run made of it."""
+    begun: DrillHandle | None = None
+    total = 0
     with Watcher(terminal, run) as watcher:
         for event in run.events(follow=True):
             watcher.show(event)
-            story.take(event)
-            if story.is_due:
-                victim = choose_victim(service.home / "cluster.json", run.attempts()[-1].workers)
+            if event.kind == EventKind.TRAINING_STARTED:
+                total = event.data.get("total_steps") or 0
+            points = event.data.get("points") if event.kind == EventKind.METRICS else None
+            if begun is None and points and total and points[-1]["step"] >= KILL_AT * total:
+                rank = _rank_to_hit(service, run)
+                begun = run.drill(DrillKind.KILL_NODE, rank=rank)
                 if not terminal.as_json:
-                    watcher.say(
-                        f"SIGKILL to node {victim.node_id[:8]}, with its rank {victim.rank}"
-                    )
-                kill(victim)
-                story.victim, story.killed_at = victim, time.time()
-    return story
+                    watcher.say(f"SIGKILL to the node of rank {rank}")
+    if begun is None:
+        raise _failed(service, run.refresh())
+    return begun.wait(PROOF_TIMEOUT_S).drill
+
+
+def _rank_to_hit(service: Service, run: RunHandle) -> int:
+    """Return the highest rank that is not on the head, whose death would end the cluster."""
+    heads = {node.id for node in service.client.cluster().nodes if node.is_head}
+    ranks = [each.rank for each in run.attempts()[-1].workers if each.node_id not in heads]
+    return max(ranks, default=0)
 
 
 def _proof(terminal: Terminal, service: Service, run: RunHandle) -> Replay:
@@ -195,11 +161,11 @@ def _proof(terminal: Terminal, service: Service, run: RunHandle) -> Replay:
 
 def _print_summary(terminal: Terminal, service: Service, run: RunHandle, ending: _Ending) -> int:
     """Print the summary; return the exit code."""
-    story, proof, out, keep = ending.story, ending.proof, ending.out, ending.keep
+    proof, out, keep = ending.proof, ending.out, ending.keep
     code, headline, style = _conclusion(proof)
     checkpoint = run.checkpoint("latest")
     run.download_checkpoint(checkpoint.step, out)
-    result = {**_result(run, story, out), "proof": proof, "seconds": ending.phases.seconds}
+    result = _result(run, ending)
     if terminal.as_json:
         served = {"url": service.client.url, "home": str(service.home), "pid": service.pid}
         terminal.json({**result, **(served if keep or not service.pid else {})})
@@ -209,7 +175,7 @@ def _print_summary(terminal: Terminal, service: Service, run: RunHandle, ending:
     weights = (out / "model.pt").absolute()
     terminal.fields(
         [
-            *_summary(run, story, result),
+            *_summary(run, ending.drill, result),
             ("proof", f"a replay on one worker: {proof.message}"),
             ("checkpoint", f"{weights} (step {checkpoint.step}, verified)"),
             ("took", ending.phases),
@@ -242,60 +208,36 @@ def _failed(service: Service, run: RunHandle) -> DemoFailed:
     )
 
 
-def _summary(run: RunHandle, story: DemoStory, result: dict[str, Any]) -> list[tuple[str, object]]:
+def _summary(run: RunHandle, drill: Drill, result: dict[str, Any]) -> list[tuple[str, object]]:
     """Return names and values that say what happened to the run."""
     accuracy = run.latest_metrics.get("val_accuracy")
-    recovery_s, once = result["recovery_s"], result["every_sample_once"]
-    victim = story.victim
-    return [
-        (
-            "accuracy",
-            f"{accuracy:.1%} on the held-out digits" if accuracy is not None else None,
-        ),
-        (
-            "killed",
-            f"node {victim.node_id[:8]} with rank {victim.rank}, at step {story.killed_step}"
-            if victim
-            else None,
-        ),
-        (
-            "recovered",
-            f"{recovery_s:.1f} s from the kill to the next step"
-            if recovery_s is not None
-            else "no step after it",
-        ),
-        (
-            "ranks",
-            f"{SPEC['scaling']['max_workers']} before, {story.world_size_after} after"
-            if victim
-            else None,
-        ),
-        ("steps lost", run.steps_lost),
-        (
-            "samples",
-            "each used exactly once in every epoch"
-            if once
-            else "NOT each used once; run everstep samples",
-        ),
-    ]
-
-
-def _result(run: RunHandle, story: DemoStory, out: Path) -> dict[str, Any]:
-    recovery_s = (
-        story.next_step_at - story.killed_at if story.next_step_at and story.killed_at else None
+    shown = (
+        ("accuracy", f"{accuracy:.1%} on the held-out digits" if accuracy is not None else None),
+        ("killed", f"the node of rank {drill.rank}"),
+        ("problem", drill.problem),
     )
-    epochs = run.samples().epochs
+    samples = "each used exactly once in every epoch"
+    if not result["every_sample_once"]:
+        samples = "NOT each used once; run everstep show RUN --samples"
+    report = report_fields(drill.report) if drill.report else []
+    own = ("hit", "samples")
+    return [*shown, *(pair for pair in report if pair[0] not in own), ("samples", samples)]
+
+
+def _result(run: RunHandle, ending: _Ending) -> dict[str, Any]:
+    report, epochs = ending.drill.report, run.samples().epochs
     return {
         "run": run.run,
-        "killed_node": story.victim and story.victim.node_id,
-        "killed_at_step": story.killed_step,
-        "recovery_s": recovery_s,
+        "drill": ending.drill,
+        "recovery_s": report and report.recovery_s,
         "steps_lost": run.steps_lost,
-        "world_size_after": story.world_size_after,
+        "world_size_after": report and report.world_size_after,
         "every_sample_once": bool(epochs)
         and all(e.used_once == e.samples and not e.duplicates and not e.missing for e in epochs),
         "failures": run.failures(),
-        "checkpoint": str(out.absolute()),
+        "checkpoint": str(ending.out.absolute()),
+        "proof": ending.proof,
+        "seconds": ending.phases.seconds,
     }
 
 

@@ -134,11 +134,11 @@ def _parity(found: DrillParity) -> str:
 
 def _samples(found: DrillParity) -> str | None:
     if found.samples_used_once is None:
-        return "the epoch has not ended yet; run `everstep samples` later"
+        return "the epoch has not ended yet; run `everstep show RUN --samples` later"
     return (
         "each used once"
         if found.samples_used_once
-        else "NOT each used once; run `everstep samples`"
+        else "NOT each used once; run `everstep show RUN --samples`"
     )
 
 

@@ -15,11 +15,9 @@ from everstep.cli.terminal import (
     Columns,
     Exit,
     RunArgument,
-    RunsArgument,
     Said,
     Terminal,
     command,
-    run_ids,
     terminal,
 )
 from everstep.client.download import Which, leaves_out_frozen
@@ -211,7 +209,8 @@ def metrics(
     return {"series": run.metrics(*(names or []), max_points=max_points)}
 
 
-def _show_samples(found: Samples) -> None:
+def show_samples(found: Samples) -> None:
+    """Print the table of finished epochs."""
     show_epochs = Columns[EpochSamples](
         ("epoch", "samples", "used once", "duplicates", "missing", "digest"),
         lambda each: (
@@ -233,23 +232,22 @@ def _show_samples(found: Samples) -> None:
         )
 
 
-@command(_show_samples)
-def samples(run_id: RunArgument) -> Samples:
-    """Show for each finished epoch how often its samples were used, over the committed lineage."""
-    return terminal().client().runs.get(run_id).samples()
-
-
 # ---------------------------------------------------------------- checkpoints
 
-# Commands about the checkpoints of a run: list, verify and download.
+# Commands about the checkpoints of a run.
 
 WhichArgument = Annotated[
-    str, typer.Argument(metavar="[STEP|latest|best]", help="Checkpoint: a step, latest or best.")
+    str | None,
+    typer.Argument(
+        metavar="[STEP|latest|best]",
+        help="Checkpoint: a step, latest or best.",
+        show_default=False,
+    ),
 ]
 
 
-@command(
-    Columns[Checkpoint](
+def _show_checkpoints(found: list[Checkpoint] | Checkpoint) -> None:
+    show_rows = Columns[Checkpoint](
         ("step", "epoch", "state", "size", "committed", "metrics", "digest"),
         lambda each: (
             each.step,
@@ -264,35 +262,47 @@ WhichArgument = Annotated[
         text=("metrics", "committed"),
         dispensable=("digest", "metrics", "epoch"),
     )
-)
-def checkpoints(run_id: RunArgument) -> list[Checkpoint]:
-    """List the checkpoints of a run, oldest first."""
-    return terminal().client().runs.get(run_id).checkpoints()
-
-
-def _show_verified(found: Checkpoint) -> None:
-    if found.state == "corrupt":
+    if isinstance(found, list):
+        show_rows(found)
+    elif found.state == "corrupt":
         terminal().line(f"{found.name} is corrupt: {found.problem}", style="bold red")
-        return
-    terminal().line(
-        f"{found.name} is sound: {words.size(found.size_bytes)}, sizes and digests of all files "
-        "match"
-    )
+    else:
+        terminal().line(
+            f"{found.name} is sound: {words.size(found.size_bytes)}, sizes and digests of all "
+            "files match"
+        )
 
 
 @command(
-    _show_verified,
-    ends=lambda found: Exit.FAILED if found.state == "corrupt" else Exit.SUCCEEDED,
+    _show_checkpoints,
+    ends=lambda found: (
+        Exit.FAILED if not isinstance(found, list) and found.state == "corrupt" else Exit.SUCCEEDED
+    ),
 )
-def verify(run_id: RunArgument, which: WhichArgument = "latest") -> Checkpoint:
-    """Have the service verify every file of a checkpoint. Exit code 1 if one is corrupt."""
-    return terminal().client().runs.get(run_id).verify_checkpoint(_which(which))
+def checkpoints(
+    run_id: RunArgument,
+    which: WhichArgument = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Have the service verify every file of one, by default the latest. Exit code 1 if "
+            "one is corrupt.",
+        ),
+    ] = False,
+) -> list[Checkpoint] | Checkpoint:
+    """List the checkpoints of a run, oldest first, or verify one."""
+    named = None if which is None else _which(which)
+    run = terminal().client().runs.get(run_id)
+    if verify:
+        return run.verify_checkpoint(named or "latest")
+    return run.checkpoints() if named is None else [run.checkpoint(named)]
 
 
 @command()
 def download(
     run_id: RunArgument,
-    which: WhichArgument = "latest",
+    which: WhichArgument = None,
     directory: Annotated[
         Path | None,
         typer.Argument(
@@ -302,7 +312,7 @@ def download(
 ) -> Said:
     """Download a checkpoint. All files are verified before any appears in the directory."""
     out = terminal()
-    named = _which(which)
+    named = _which(which or "latest")
     run = out.client().runs.get(run_id)
     checkpoint = run.checkpoint(named)
     target = directory or Path(f"{run_id}-{checkpoint.step}")
@@ -362,26 +372,10 @@ def _download(out: Terminal, run: RunHandle, checkpoint: Checkpoint, target: Pat
 
 # ---------------------------------------------------------------- compare
 
-# The commands that show runs elsewhere than alone: `everstep compare` and `everstep open`.
 
-OpenedArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[RUN]",
-        help="Id of a run; default the list of runs.",
-        show_default=False,
-        autocompletion=run_ids,
-    ),
-]
-
-
-@command()
-def compare(run_ids: RunsArgument) -> None:
-    """Show runs side by side: how they did, and where their specs differ."""
+def compare(ids: list[str]) -> None:
+    """Print runs side by side: how they did, and where their specs differ."""
     out = terminal()
-    ids = list(dict.fromkeys(run_ids))
-    if len(ids) < 2:
-        raise UsageError("name at least two runs to compare")
     client = out.client()
     runs = [client.runs.get(run_id) for run_id in ids]
     found = differences([run.spec().model_dump(mode="json") for run in runs])
@@ -422,17 +416,9 @@ def _metric(run: Run, name: str) -> str | None:
     return words.number(run.metrics[name]) if name in run.metrics else None
 
 
-@command()
-def open_page(
-    run_id: OpenedArgument = None,
-) -> None:
-    """Open the page of a run in a browser, and print its address."""
+def open_page(address: str) -> None:
+    """Open a page in a browser, and print its address."""
     out = terminal()
-    client = out.client()
-    address = f"{client.url}/runs"
-    if run_id is not None:
-        run = client.runs.get(run_id)
-        address = run.links.dashboard or f"{client.url}/runs/{run.id}"
     if out.as_json:
         out.json({"url": address})
         return

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import os
 import pdb
+import sys
 import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from everstep.cli.submit import ARGV, SCHEMA_FILE, schema_line, write_schema, write_skeleton
+from everstep.cli.submit import (
+    ARGV,
+    SCHEMA_FILE,
+    class_of,
+    schema_line,
+    write_schema,
+    write_skeleton,
+)
 from everstep.cli.terminal import (
     CodeOption,
     Exit,
@@ -24,8 +34,9 @@ from everstep.cli.terminal import (
     command,
     terminal,
 )
-from everstep.code import with_code
-from everstep.errors import EverstepError, UsageError
+from everstep.code import MODULE_FLAG, with_code
+from everstep.errors import EverstepError, InvalidSpec, UsageError
+from everstep.spec.code import CodeSpec
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
 from everstep.spec.tasks import Catalog
@@ -35,8 +46,6 @@ from everstep.spec.yaml_file import read_spec
 TRAINING = "train_fn.standalone.command"
 """Imported by name: this house does not import the others, and most of its users have no torch."""
 TRAINING_MODULES = ("train_fn", "storage", "torch", "torchvision", "ray", "psutil")
-
-init = typer.Typer(help="Write a skeleton to start from.", no_args_is_help=True)
 
 
 def imported_for_training(module: str) -> Any:
@@ -52,6 +61,7 @@ def imported_for_training(module: str) -> Any:
 
 @command()
 def run(
+    context: typer.Context,
     spec: SpecArgument = None,
     local: Annotated[
         bool, typer.Option("--local", help="Run as one rank in this process, without the service.")
@@ -69,6 +79,8 @@ def run(
         ),
     ] = None,
     task: TaskOption = None,
+    train_fn: TrainFnOption = None,
+    script: ScriptOption = None,
     storage: Annotated[
         str, typer.Option(metavar="DIRECTORY", help="Directory for checkpoints, journal and logs.")
     ] = "out/local",
@@ -84,17 +96,22 @@ def run(
     ] = False,
 ) -> None:
     """Train a spec in this process, for debugging: the loop, data and checkpoints of a run, on one
-    rank and without loader processes."""
+    rank and without loader processes. A script and a Ray Train function run as they are."""
     if not local:
         raise UsageError(
             "`everstep run` only runs in this process: add --local, or use `everstep submit "
             "SPEC.yaml` to run on the service"
         )
-    raw, archive = with_code(None if spec is None else read_spec(spec), code, task, None)
+    raw, archive = with_code(
+        None if spec is None else read_spec(spec), code, task, train_fn, script, context.meta[ARGV]
+    )
     parsed = parse_spec(apply_overrides(raw, overrides or []))
     training = imported_for_training(TRAINING)
+    own = None if archive is None else training.OwnCode(archive, Path(str(code)).expanduser())
     try:
-        own = None if archive is None else training.OwnCode(archive, Path(str(code)).expanduser())
+        if own is not None and parsed.code is not None and parsed.code.task is None:
+            _run_own(parsed.code, own.path)
+            return
         ended = training.run_local(
             parsed, storage, run_id, terminal().note if terminal().as_json else terminal().line, own
         )
@@ -112,35 +129,65 @@ def run(
     raise typer.Exit(ended.code)
 
 
-@init.command("task")
+def _run_own(code: CodeSpec, directory: Path) -> None:
+    """Run a script in place of this process, or a Ray Train function by Ray's local mode. Both run
+    in their directory."""
+    if not directory.is_dir():
+        raise UsageError(f"--code {directory}: is an archive; give the directory that it is from")
+    os.chdir(directory)
+    if code.script is not None:
+        module = code.script.startswith(MODULE_FLAG)
+        words = code.script.split() if module else [code.script]
+        os.execv(sys.executable, [sys.executable, *words, *code.argv])
+    sys.path.insert(0, str(Path.cwd()))
+    module_name, _, name = str(code.train_fn).partition(":")
+    function = getattr(importlib.import_module(module_name), name)
+    scaling = importlib.import_module("ray.train").ScalingConfig(num_workers=0)
+    trainer = importlib.import_module("ray.train.torch").TorchTrainer
+    takes = {"train_loop_config": code.config} if inspect.signature(function).parameters else {}
+    trainer(function, scaling_config=scaling, **takes).fit()
+
+
 @command()
-def init_task(
+def init(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the package, for example my_task.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of the package, for example my_task; with --schema the file to write.",
+            show_default=False,
+        ),
+    ] = None,
     directory: Annotated[
         Path,
         typer.Option("--in", metavar="DIRECTORY", help="Directory in which to create its folder."),
     ] = Path(),
+    schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema",
+            help="Write only the JSON schema of a spec, with which an editor completes and checks "
+            "YAML.",
+        ),
+    ] = False,
 ) -> Said:
     """Write a working task to start from: model, data, loss, a test, and a spec to submit."""
+    if schema:
+        path = directory / (name or SCHEMA_FILE)
+        write_schema(path)
+        note = f"begin a spec beside it with: {schema_line(path.name)}"
+        return Said({"file": str(path)}, [str(path)], [note])
+    if name is None:
+        raise UsageError("name the package: everstep init my_task")
+    name = name.replace("-", "_")
     folder = write_skeleton(name, directory)
+    trial = "python -m pytest -q"
+    if importlib.util.find_spec("pytest") is None:
+        entry = f"{name}.task:{class_of(name)}"
+        trial = f"everstep run spec.yaml --local --code . --task {entry}"
     files = sorted(str(path) for path in folder.rglob("*") if path.is_file())
-    note = f"try it: cd {folder} && python -m pytest -q; README.md there says how to submit it"
+    note = f"try it: cd {folder} && {trial}; README.md there says how to submit it"
     return Said({"directory": str(folder), "files": files}, files, [note])
-
-
-@init.command("schema")
-@command()
-def init_schema(
-    path: Annotated[
-        Path, typer.Argument(metavar="[FILE]", help="File to write or replace.")
-    ] = Path(SCHEMA_FILE),
-) -> Said:
-    """Write the JSON schema of a spec, with which an editor completes and checks YAML."""
-    write_schema(path)
-    note = f"begin a spec beside it with: {schema_line(path.name)}"
-    return Said({"file": str(path)}, [str(path)], [note])
 
 
 # ---------------------------------------------------------------- specs
@@ -156,14 +203,24 @@ def validate(
     overrides: SetOption = None,
     code: CodeOption = None,
     task: TaskOption = None,
+    train_fn: TrainFnOption = None,
+    script: ScriptOption = None,
 ) -> Said:
-    """Check a spec on this machine, without a service. Print every fault and exit with 2.
+    """Check a spec, and code of --code without running it, on this machine. Print every fault and
+    exit with 2.
 
     With --json, print the spec with every default filled in. `everstep submit --dry-run` also asks
-    the service, which knows projects, packages, code and checkpoints.
+    the service, which knows projects, packages and checkpoints.
     """
-    raw, _ = with_code(None if spec is None else read_spec(spec), code, task)
+    raw, archive = with_code(
+        None if spec is None else read_spec(spec), code, task, train_fn, script
+    )
     parsed = parse_spec(apply_overrides(raw, overrides or []))
+    if archive is not None and parsed.code is not None:
+        members = importlib.import_module("storage.code").read_members(archive)
+        faults_of = importlib.import_module("service.submission_rules.user_code").faults_of
+        if faults := faults_of(parsed.code, {each.path: each.data for each in members}):
+            raise InvalidSpec(tuple(faults))
     return Said(parsed, [f"{spec or parsed.name} is valid"])
 
 

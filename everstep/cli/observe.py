@@ -1,5 +1,5 @@
-"""Commands about time: `everstep goodput`, `everstep stragglers`, `everstep profile` and
-`everstep stacks`.
+"""Show a run in every way: `everstep show` with its views, `everstep profile` and `everstep
+tensorboard`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from everstep.cli.history import compare, open_page, show_samples
 from everstep.cli.terminal import (
     Columns,
     Exit,
@@ -22,14 +24,16 @@ from everstep.cli.terminal import (
     RunsArgument,
     Terminal,
     command,
+    print_found,
     terminal,
 )
+from everstep.cli.terminal import run_ids as newest_ids
 from everstep.client.runs import RunHandle
 from everstep.errors import Unavailable, UsageError
 from everstep.text import events as event_words
-from everstep.text import words
-from everstep.wire import GoodputBuckets
-from everstep.wire.drills import MOST_STEPS, Profile, ProfileState
+from everstep.text import failure, words
+from everstep.wire import Goodput, GoodputBuckets, ProjectGoodput, Run
+from everstep.wire.drills import MOST_STEPS, Profile, ProfileState, StackReport
 from everstep.wire.figures import GpuUse, RankTimes, StragglerReport
 
 _STACK_LINES = 8
@@ -37,35 +41,177 @@ _STACK_LINES = 8
 
 
 @command()
-def goodput(
-    run_id: Annotated[
-        str | None,
+def show(
+    run_ids: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[RUN_ID]", help="Id of a run; default all projects.", show_default=False
+            metavar="RUN…", help="Ids of runs.", show_default=False, autocompletion=newest_ids
         ),
     ] = None,
-    project: Annotated[str | None, typer.Option(help="Only runs of this project.")] = None,
+    web: Annotated[
+        bool,
+        typer.Option(
+            "--web", help="Open the page in a browser, and print its address; without RUN the list."
+        ),
+    ] = False,
+    ranks: Annotated[
+        bool,
+        typer.Option(
+            "--ranks",
+            help="Each rank's step time and its wait for the others, stragglers, and GPUs.",
+        ),
+    ] = False,
+    stacks: Annotated[
+        bool,
+        typer.Option(
+            "--stacks",
+            help="What every rank does now, and where its code is. Ranks are not interrupted.",
+        ),
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="With --stacks: the whole stack of this rank only.")
+    ] = None,
+    samples: Annotated[
+        bool,
+        typer.Option(
+            "--samples",
+            help="For each finished epoch how often its samples were used, over the committed "
+            "lineage.",
+        ),
+    ] = False,
+    goodput: Annotated[
+        bool,
+        typer.Option(
+            "--goodput",
+            help="How the wall time was spent; without RUN by all runs of each project.",
+        ),
+    ] = False,
+    project: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --goodput: only runs of this project.")
+    ] = None,
 ) -> None:
-    """Show how a run, or all runs of each project, spent their wall time."""
+    """Show a run, or one view of it. Show several runs side by side: how they did, and where their
+    specs differ."""
+    ids = list(dict.fromkeys(run_ids or ()))
+    views = {"web": web, "ranks": ranks, "stacks": stacks, "samples": samples, "goodput": goodput}
+    chosen = [name for name, is_given in views.items() if is_given]
+    if len(chosen) > 1 or (chosen and len(ids) > 1):
+        raise UsageError(f"--{chosen[0]} shows one run in one way; leave out the others")
+    view = chosen[0] if chosen else None
+    client = terminal().client()
+    if not ids:
+        if view == "web":
+            open_page(f"{client.url}/runs")
+        elif view == "goodput":
+            print_found({"items": client.goodput(project)}, _goodput_of_projects)
+        else:
+            raise UsageError("name a run: everstep show RUN; `everstep runs` lists them")
+        return
+    if len(ids) > 1:
+        compare(ids)
+        return
+    run = client.runs.get(ids[0])
+    match view:
+        case "web":
+            open_page(run.run.links.dashboard or f"{client.url}/runs/{run.id}")
+        case "ranks":
+            print_found(run.stragglers(), _show_stragglers)
+        case "stacks":
+            print_found(run.stacks(), partial(_show_stacks, rank))
+        case "samples":
+            print_found(run.samples(), show_samples)
+        case "goodput":
+            print_found(run.goodput(), _goodput_of_run)
+        case _:
+            print_found(run.run, lambda found: terminal().fields(_fields(found)))
+
+
+def _fields(run: Run) -> list[tuple[str, object]]:
+    """Return names and values to show of a run; None is left out."""
+    checkpoint, is_live = run.latest_checkpoint, not run.status.terminal
+    survives = ", ".join(run.protection.survives) or "nothing"
+    lost = f"at most {words.count(run.protection.worst_case_steps_lost, 'step')}"
+    if run.redone_s is not None:
+        lost = "the work since the last checkpoint that it reported"
+    return [
+        ("id", run.id),
+        ("name", run.name),
+        ("project", run.project),
+        ("status", run.status),
+        ("reason", f"{run.reason.code}: {run.reason.message}" if run.reason else None),
+        ("tags", ", ".join(f"{key}={value}" for key, value in run.tags.items()) or None),
+        ("created", words.ago(run.created_at)),
+        ("owner", run.owner),
+        ("notes", " ".join(run.notes.split()) if run.notes else None),
+        (
+            "forked from",
+            f"step {run.forked_from.step} of {run.forked_from.run_id}" if run.forked_from else None,
+        ),
+        ("progress", words.headline(run)),
+        (
+            "step",
+            words.progress(run)
+            if words.has_no_steps(run)
+            else f"{words.progress(run)}, epoch {run.epoch}",
+        ),
+        ("ranks", run.world_size),
+        ("metrics", words.numbers(run.metrics) or None),
+        (
+            "best",
+            f"{run.best.metric} {words.number(run.best.value)} at step {run.best.step}"
+            if run.best
+            else None,
+        ),
+        (
+            "checkpoint",
+            f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}" if checkpoint else None,
+        ),
+        ("attempt", f"{run.attempt} of submission {run.submission}"),
+        (
+            "failures",
+            f"{words.count(run.restarts, 'restart')}, {failure.of_run(run)}",
+        ),
+        (
+            "survives",
+            f"loss of {survives}; {lost} would be repeated" if is_live else None,
+        ),
+        ("protection", run.protection.message if is_live else None),
+        ("replays", run.replay_of and words.replay(run.replay_of)),
+        ("chain", run.chain),
+        (
+            "exactness",
+            "elastic: the same bits at any number of ranks" if run.exactness == "elastic" else None,
+        ),
+        (
+            "audits",
+            f"in a share of {words.number(run.audit_fraction)} of the steps, ranks compute "
+            "micro-batches of each other again"
+            if run.audit_fraction
+            else None,
+        ),
+        ("samples", run.guarantee),
+        ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
+        ("Ray job", run.links.ray_job),
+    ]
+
+
+# ---------------------------------------------------------------- time
+
+
+def _goodput_of_run(found: Goodput) -> None:
     out = terminal()
-    if run_id is not None:
-        found = out.client().runs.get(run_id).goodput()
-        if out.as_json:
-            out.json(found)
-            return
-        out.table(
-            ("bucket", "time", "share"),
-            _rows(found.buckets, found.wall_s),
-            empty="no time has passed yet",
-        )
-        if found.first_start is not None and (start := words.first_start(found.first_start)):
-            out.line(f"first step: {start}")
-        return
-    projects = out.client().goodput(project)
-    if out.as_json:
-        out.json({"items": projects})
-        return
-    for each in projects:
+    out.table(
+        ("bucket", "time", "share"),
+        _rows(found.buckets, found.wall_s),
+        empty="no time has passed yet",
+    )
+    if found.first_start is not None and (start := words.first_start(found.first_start)):
+        out.line(f"first step: {start}")
+
+
+def _goodput_of_projects(found: dict[str, list[ProjectGoodput]]) -> None:
+    out = terminal()
+    for each in found["items"]:
         share = (
             ""
             if each.goodput is None
@@ -79,7 +225,7 @@ def goodput(
             _rows(each.buckets, each.wall_s),
             empty="no time has passed yet",
         )
-    if not projects:
+    if not found["items"]:
         out.note("no runs")
 
 
@@ -124,25 +270,8 @@ def _show_stragglers(report: StragglerReport) -> None:
         terminal().line(line)
 
 
-@command(_show_stragglers)
-def stragglers(run_id: RunArgument) -> StragglerReport:
-    """Show each rank's step time and its wait for the others, stragglers, and GPU utilisation."""
-    return terminal().client().runs.get(run_id).stragglers()
-
-
-@command()
-def stacks(
-    run_id: RunArgument,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="Show the whole stack of this rank only.")
-    ] = None,
-) -> None:
-    """Show what every rank does now: in words, and where its code is. Ranks are not interrupted."""
+def _show_stacks(rank: int | None, found: StackReport) -> None:
     out = terminal()
-    found = out.client().runs.get(run_id).stacks()
-    if out.as_json:
-        out.json(found)
-        return
     out.line(event_words.standing_still(found))
     for each in found.ranks:
         if rank not in (None, each.rank):

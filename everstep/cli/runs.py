@@ -39,7 +39,7 @@ from everstep.client.runs import RunHandle
 from everstep.errors import UsageError
 from everstep.spec.plain_text import printable, printable_lines
 from everstep.text import events as event_words
-from everstep.text import failure, words
+from everstep.text import words
 from everstep.text.events import summary
 from everstep.wire import Event, Run, RunStatus
 from everstep.wire.events import EventKind
@@ -104,85 +104,6 @@ def runs(
         terminal().client().runs.list(status=status, project=project, name=name, tag=tag, sort=sort)
     )
     return [run.run for run in itertools.islice(found, limit)]
-
-
-def _fields(run: Run) -> list[tuple[str, object]]:
-    """Return names and values to show of a run; None is left out."""
-    checkpoint, is_live = run.latest_checkpoint, not run.status.terminal
-    survives = ", ".join(run.protection.survives) or "nothing"
-    lost = f"at most {words.count(run.protection.worst_case_steps_lost, 'step')}"
-    if run.redone_s is not None:
-        lost = "the work since the last checkpoint that it reported"
-    return [
-        ("id", run.id),
-        ("name", run.name),
-        ("project", run.project),
-        ("status", run.status),
-        ("reason", f"{run.reason.code}: {run.reason.message}" if run.reason else None),
-        ("tags", ", ".join(f"{key}={value}" for key, value in run.tags.items()) or None),
-        ("created", words.ago(run.created_at)),
-        ("owner", run.owner),
-        ("notes", " ".join(run.notes.split()) if run.notes else None),
-        (
-            "forked from",
-            f"step {run.forked_from.step} of {run.forked_from.run_id}" if run.forked_from else None,
-        ),
-        ("progress", words.headline(run)),
-        (
-            "step",
-            words.progress(run)
-            if words.has_no_steps(run)
-            else f"{words.progress(run)}, epoch {run.epoch}",
-        ),
-        ("ranks", run.world_size),
-        ("metrics", words.numbers(run.metrics) or None),
-        (
-            "best",
-            f"{run.best.metric} {words.number(run.best.value)} at step {run.best.step}"
-            if run.best
-            else None,
-        ),
-        (
-            "checkpoint",
-            f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}" if checkpoint else None,
-        ),
-        ("attempt", f"{run.attempt} of submission {run.submission}"),
-        (
-            "failures",
-            f"{words.count(run.restarts, 'restart')}, {failure.of_run(run)}",
-        ),
-        (
-            "survives",
-            f"loss of {survives}; {lost} would be repeated" if is_live else None,
-        ),
-        ("protection", run.protection.message if is_live else None),
-        ("replays", run.replay_of and words.replay(run.replay_of)),
-        ("chain", run.chain),
-        (
-            "exactness",
-            "elastic: the same bits at any number of ranks" if run.exactness == "elastic" else None,
-        ),
-        (
-            "audits",
-            f"in a share of {words.number(run.audit_fraction)} of the steps, ranks compute "
-            "micro-batches of each other again"
-            if run.audit_fraction
-            else None,
-        ),
-        ("samples", run.guarantee),
-        ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
-        ("Ray job", run.links.ray_job),
-    ]
-
-
-def _show(run: Run) -> None:
-    terminal().fields(_fields(run))
-
-
-@command(_show)
-def show(run_id: RunArgument) -> Run:
-    """Show one run."""
-    return terminal().client().runs.get(run_id).run
 
 
 @command()

@@ -38,7 +38,6 @@ from everstep.wire import ClusterInfo, Node
 from everstep.wire.cluster import StorageStatus
 
 SERVER_MODULES = (
-    "service.process.serve",
     "fastapi",
     "uvicorn",
     "sqlalchemy",
@@ -48,16 +47,9 @@ SERVER_MODULES = (
 )
 
 
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def require_server() -> None:
     """Exit with a message if only the client is installed."""
-    missing = [name for name in SERVER_MODULES if not _exists(name)]
+    missing = [name for name in SERVER_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         message = (
             f"only Everstep's client is installed in this Python ({', '.join(missing)} missing); "
@@ -188,7 +180,8 @@ def demo(
     url: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Use the service at URL on this machine instead of a new one."
+            metavar="URL",
+            help="Use the service at URL, started with --drills, instead of a new one.",
         ),
     ] = None,
     out: Annotated[
@@ -204,12 +197,6 @@ def demo(
 
 
 # ---------------------------------------------------------------- storage
-
-# Commands about the storage: `everstep storage show` and `everstep storage adopt`.
-
-storage = typer.Typer(
-    help="Show the storage of the service, or adopt another one.", no_args_is_help=True
-)
 
 
 def _show_storage(found: StorageStatus) -> None:
@@ -232,18 +219,20 @@ def _show_storage(found: StorageStatus) -> None:
         )
 
 
-@storage.command("show")
 @command(_show_storage)
-def show_storage() -> StorageStatus:
-    """Show whether the storage belongs to the service's database."""
-    return terminal().client().storage.status()
-
-
-@storage.command("adopt")
-@command()
-def adopt_storage() -> Said:
-    """Continue with the storage that is there now, without data that it lacks. Read docs/runbook.md
-    first."""
+def storage(
+    adopt: Annotated[
+        bool,
+        typer.Option(
+            "--adopt",
+            help="Continue with the storage that is there now, without data that it lacks. Read "
+            "docs/runbook.md first.",
+        ),
+    ] = False,
+) -> StorageStatus | Said:
+    """Show whether the storage belongs to the service's database, or adopt another one."""
+    if not adopt:
+        return terminal().client().storage.status()
     done = terminal().client().storage.adopt()
     lines = [
         f"the service now uses storage {done.storage_id} (before: {done.previous_id or 'none'})"
@@ -257,7 +246,7 @@ def adopt_storage() -> Said:
 
 # ---------------------------------------------------------------- log in
 
-# Commands about services elsewhere: `everstep login`, `everstep logout`, `everstep context`.
+# Commands about services elsewhere: `everstep login` and `everstep logout`.
 
 LOCAL = "local"
 """Name of the service on this machine, which needs no log-in."""
@@ -265,15 +254,27 @@ LOCAL = "local"
 
 @command()
 def login(
-    service: Annotated[str, typer.Argument(metavar="URL", help="URL of the service.")],
+    service: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[URL|NAME]",
+            help="URL of a service to log in to, or the name of a log-in to use from now on; "
+            f"{LOCAL} for this machine's service.",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the log-in; default the host.")
     ] = None,
-) -> Said:
+) -> Said | None:
     """Log in to a service: keep its URL and your token for the following commands and the SDK.
+    Without a URL, list the log-ins.
 
     The token is asked for, or read as one line of standard input.
     """
+    if service is None or service in (LOCAL, *read_contexts().log_ins) or service.isidentifier():
+        _log_ins(service)
+        return None
     out = terminal()
     address = checked_url(service)
     chosen = name or urlsplit(address).netloc
@@ -312,16 +313,8 @@ def logout(
     return Said({"name": chosen}, [f"forgot {chosen}"])
 
 
-@command()
-def context(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]", help=f"Log-in to use from now on; {LOCAL} for this machine's service."
-        ),
-    ] = None,
-) -> None:
-    """List the log-ins, or use another one."""
+def _log_ins(name: str | None) -> None:
+    """Use another log-in if one is named, and list them."""
     out, known = terminal(), read_contexts()
     if name is not None:
         known = known.using(None if name == LOCAL else name)

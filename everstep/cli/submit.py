@@ -88,7 +88,9 @@ def submit(
     parsed = parse_spec(raw)
     client = terminal().client()
     if archive is not None:
-        client.code.upload_packed(archive, project=parsed.project, create_project=create_project)
+        client.code.upload_packed(
+            archive, project=raw.get("project"), create_project=create_project
+        )
     if dry_run:
         resolved = client.runs.validate(parsed, create_project=create_project)
         return Said(resolved, [f"{resolved.name} is valid; nothing was submitted"])
@@ -133,89 +135,105 @@ def _note_rehearsal(
 
 # ---------------------------------------------------------------- guide
 
-# What `--help` shows: the commands in groups, a newcomer's first, and an example of each.
+# What `--help` shows: the commands in groups, a newcomer's first, and an example of each. And
+# what people type instead.
 
 GROUPS = {
     "Begin here": "demo serve init submit watch runs logs why download",
     "Train": "validate catalog run rehearse sweep pause resume cancel note delete",
-    "Watch": "show metrics events compare open tensorboard",
-    "Explain": "stacks stragglers goodput profile drill replay",
-    "Data and checkpoints": "samples checkpoints verify",
-    "Cluster": "cluster doctor cordon uncordon drain",
-    "Team": "login logout context project token session alerts audit",
+    "Watch": "show metrics events tensorboard",
+    "Explain": "profile drill replay",
+    "Data and checkpoints": "checkpoints",
+    "Cluster": "cluster doctor cordon drain",
+    "Team": "login logout project token alerts audit",
     "Service": "storage",
 }
 """Commands by group, in the order in which they are shown."""
 
+FORMER = {
+    "alerts deliveries": "alerts list",
+    "alerts retry": "alerts test",
+    "compare": "show",
+    "context": "login",
+    "goodput": "show --goodput",
+    "init schema": "init --schema",
+    "init task": "init",
+    "open": "show --web",
+    "samples": "show --samples",
+    "session": "token list --sessions",
+    "session list": "token list --sessions",
+    "session revoke": "token revoke",
+    "stacks": "show --stacks",
+    "storage adopt": "storage --adopt",
+    "storage show": "storage",
+    "stragglers": "show --ranks",
+    "uncordon": "cordon --undo",
+    "verify": "checkpoints --verify",
+}
+"""Names of version 0.1 and what they are now. Remove them one release later."""
+
+SYNONYMS = {
+    "describe": "show",
+    "export": "download",
+    "get": "show",
+    "info": "show",
+    "list": "runs",
+    "ls": "runs",
+    "nodes": "cluster",
+    "plot": "show --web",
+    "ps": "runs",
+    "status": "show",
+}
+"""Names that people type for a command, and the command."""
+
+_AGAIN = (
+    "`everstep resume RUN` goes on with a paused run; a run that has ended is forked: `everstep "
+    "submit SPEC.yaml --set resume_from.run_id=RUN`"
+)
+HINTS = {
+    "fork": "`everstep submit SPEC.yaml --set resume_from.run_id=RUN` starts from a checkpoint",
+    "kill": "`everstep cancel RUN` stops a run, `everstep drill RUN kill_worker` kills a rank",
+    "rerun": _AGAIN,
+    "restart": _AGAIN,
+    "retry": _AGAIN,
+    "stop": "`everstep pause RUN` stops a run for a while, `everstep cancel RUN` for good",
+    "train": "`everstep submit SPEC.yaml` trains on the service, `everstep run SPEC.yaml --local` "
+    "in this process",
+}
+"""Names that people type where more than one command may be meant, and what to type instead."""
+
 EXAMPLES = {
-    "demo": "",
     "serve": "--nodes 3 --port 9000",
-    "init": "task my-task",
-    "init task": "my-task",
-    "init schema": "",
+    "init": "my_task",
     "submit": "examples/digits.yaml --watch",
-    "watch": "run_1anv6ek143hk",
     "runs": "--status RUNNING --sort -metrics.val_accuracy",
     "logs": "run_1anv6ek143hk --follow",
-    "why": "run_1anv6ek143hk",
     "download": "run_1anv6ek143hk latest model",
     "validate": "examples/digits.yaml --set train.epochs=3",
-    "catalog": "",
     "run": "examples/digits.yaml --local",
     "rehearse": "--code my_code --script train.py --steps 12",
     "sweep": "examples/digits.yaml --metric val_accuracy --grid optimizer.lr=0.01,0.003",
-    "pause": "run_1anv6ek143hk",
-    "resume": "run_1anv6ek143hk",
-    "cancel": "run_1anv6ek143hk",
     "note": "run_1anv6ek143hk 'diverges with warmup below 100'",
-    "delete": "run_1anv6ek143hk",
-    "show": "run_1anv6ek143hk",
-    "metrics": "run_1anv6ek143hk",
-    "events": "run_1anv6ek143hk",
-    "compare": "run_1anv6ek143hk run_1anv6ek2mp4t",
-    "open": "run_1anv6ek143hk",
-    "tensorboard": "run_1anv6ek143hk",
-    "stragglers": "run_1anv6ek143hk",
-    "goodput": "run_1anv6ek143hk",
     "profile": "run_1anv6ek143hk --rank 1",
-    "stacks": "run_1anv6ek143hk",
     "drill": "run_1anv6ek143hk kill_worker --rank 1",
     "replay": "run_1anv6ek143hk --from 400 --to 450",
-    "samples": "run_1anv6ek143hk",
-    "checkpoints": "run_1anv6ek143hk",
-    "verify": "run_1anv6ek143hk latest",
-    "cluster": "",
-    "doctor": "",
     "cordon": "53e5fe4c",
-    "uncordon": "53e5fe4c",
     "drain": "53e5fe4c",
     "login": "https://everstep.example.org",
-    "logout": "",
-    "context": "",
     "project": "create vision",
     "project create": "vision",
-    "project list": "",
     "project delete": "vision",
     "token": "list",
     "token create": "ci --role submitter --project vision",
-    "token list": "",
     "token revoke": "ci",
-    "session": "list",
-    "session list": "",
-    "session revoke": "ses_1anv6ek143hk",
     "alerts": "list",
     "alerts add": "night-watch --when failed --to slack --target https://hooks.example.org/T1",
-    "alerts list": "",
     "alerts test": "alr_1anv6ek143hk",
-    "alerts deliveries": "alr_1anv6ek143hk",
-    "alerts retry": "alr_1anv6ek143hk dlv_1anv6ek2mp4t",
     "alerts delete": "alr_1anv6ek143hk",
-    "audit": "",
-    "storage": "show",
-    "storage show": "",
-    "storage adopt": "",
 }
-"""What follows ``everstep COMMAND`` in the example at the end of its help."""
+"""What follows ``everstep COMMAND`` in the example at the end of its help: else a run, if it takes
+one, or nothing."""
+_A_RUN = "run_1anv6ek143hk"
 
 _display_type = typer.core.TyperOption.display_type
 
@@ -242,6 +260,19 @@ class Guide(typer.core.TyperGroup):
         self.commands = place
         _furnish(self.commands, "")
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first words name, also by a former name or a synonym."""
+        for number in (2, 1):
+            typed = " ".join(args[:number])
+            if hint := HINTS.get(typed):
+                ctx.fail(f"No such command {typed!r}: {hint}.")
+            if found := FORMER.get(typed) or SYNONYMS.get(typed):
+                if typed in FORMER:
+                    typer.echo(f"`everstep {typed}` is now `everstep {found}`", err=True)
+                args = [*found.split(), *args[number:]]
+                break
+        return super().resolve_command(ctx, args)
+
 
 def _furnish(commands: dict[str, Any], before: str) -> None:
     """Give commands and those below them the first sentence of their help for lists, and an
@@ -250,7 +281,9 @@ def _furnish(commands: dict[str, Any], before: str) -> None:
         path = f"{before}{name}"
         sentence = " ".join((each.help or "").split()).split(". ")[0].removesuffix(".")
         each.short_help = each.short_help or sentence
-        each.epilog = f"Example: everstep {path} {EXAMPLES[path]}".rstrip()
+        takes_run = any(str(param.metavar).startswith("RUN") for param in each.params)
+        example = EXAMPLES.get(path, _A_RUN if takes_run else "")
+        each.epilog = f"Example: everstep {path} {example}".rstrip()
         _furnish(getattr(each, "commands", {}), f"{path} ")
 
 
@@ -279,7 +312,7 @@ def write_skeleton(name: str, parent: Path) -> Path:
         )
     words = {
         "name": name,
-        "class_name": "".join(part[:1].upper() + part[1:] for part in name.split("_")),
+        "class_name": class_of(name),
         "run_name": name.strip("_").replace("_", "-"),
     }
     files = {
@@ -295,6 +328,15 @@ def write_skeleton(name: str, parent: Path) -> Path:
         (folder / path).write_text(Template(_template(source)).substitute(words))
     write_schema(folder / SCHEMA_FILE)
     return folder
+
+
+def class_of(name: str) -> str:
+    """Return the name of the class in a skeleton.
+
+    >>> class_of("my_task")
+    'MyTask'
+    """
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
 def write_schema(path: Path) -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 import typer
@@ -306,7 +305,7 @@ def command(
                 if isinstance(found, Said):
                     found.print()
                 elif found is not None:
-                    _print(found, show)
+                    print_found(found, show)
                     if code := ends(found):
                         raise typer.Exit(code)
 
@@ -326,7 +325,8 @@ def command(
     return decorate
 
 
-def _print(found: T, show: Callable[[T], None] | None) -> None:
+def print_found(found: T, show: Callable[[T], None] | None) -> None:
+    """Print what was found, as JSON if that is wanted."""
     if not terminal().as_json:
         if show is not None:
             show(found)
@@ -367,7 +367,8 @@ def _message(error: EverstepError) -> str:
         and str(error) == "\n".join(map(str, error.errors))
     ):
         count = len(error.errors)
-        return f"the request has {count} fault{'s' if count > 1 else ''}:\n" + "\n".join(
+        what = "spec" if error.code == InvalidSpec.code else "request"
+        return f"the {what} has {count} fault{'s' if count > 1 else ''}:\n" + "\n".join(
             f"  {fault}" for fault in error.errors
         )
     return error.message
@@ -375,11 +376,10 @@ def _message(error: EverstepError) -> str:
 
 # ---------------------------------------------------------------- completion
 
-# What the shell offers after Tab: ids of runs, statuses, files with a spec.
+# What the shell offers after Tab: ids of runs, statuses. It completes files by itself.
 
 _TIMEOUT_S = 2.0
 _MOST = 50
-_SPEC_FILES = (".yaml", ".yml", ".json")
 
 
 def run_ids(incomplete: str) -> list[tuple[str, str]]:
@@ -402,24 +402,6 @@ def statuses(incomplete: str) -> list[str]:
     return [status for status in RunStatus if status.startswith(incomplete.upper())]
 
 
-def spec_paths(incomplete: str) -> list[str]:
-    """Return the YAML and JSON files, and the directories, whose path begins so."""
-    head, _, tail = incomplete.rpartition("/")
-    folder = Path(f"{head}/" if incomplete.startswith("/") or head else ".")
-    prefix = f"{head}/" if "/" in incomplete else ""
-    try:
-        found = sorted(folder.iterdir())
-    except OSError:
-        return []
-    return [
-        f"{prefix}{path.name}{'/' if path.is_dir() else ''}"
-        for path in found
-        if path.name.startswith(tail)
-        and (not path.name.startswith(".") or tail.startswith("."))
-        and (path.is_dir() or path.suffix in _SPEC_FILES)
-    ]
-
-
 # ---------------------------------------------------------------- options
 
 # Arguments and options that several commands of the CLI share.
@@ -438,7 +420,6 @@ SpecArgument = Annotated[
         metavar="[SPEC.yaml]",
         help="File with the spec; - for standard input.",
         show_default=False,
-        autocompletion=spec_paths,
     ),
 ]
 SetOption = Annotated[

@@ -140,15 +140,15 @@ def begun(client: Client, file: Path, plan: dict[str, Any], archive: bytes | Non
         plan["trials"] = math.prod(len(ends(choice)) for choice in space.values())
     fit(plan, space)
     first = check(plan["spec"], space)
-    project = first.get("project", "default")
-    for run in client.runs.list(project=project, tag={"study": name}):
+    if archive is not None:
+        client.code.upload_packed(archive, project=first.get("project"))
+    resolved = client.runs.validate(first)
+    plan["spec"] |= {"project": resolved.project}
+    for run in client.runs.list(project=resolved.project, tag={"study": name}):
         raise errors.UsageError(
             f"study {name}: run {run.id} has its tag, but {file} is not here; copy that file from "
             "where the study began, or choose another name"
         )
-    if archive is not None:
-        client.code.upload_packed(archive, project=project)
-    resolved = client.runs.validate(first)
     if resolved.resume_from is not None and not any(overlap("resume_from", each) for each in space):
         # `latest` is the same checkpoint for all trials
         plan["spec"] |= {"resume_from": resolved.resume_from.model_dump(mode="json")}

@@ -339,7 +339,9 @@ def spec_body(spec: RunSpec | Mapping[str, Any]) -> dict[str, Any]:
     """Return a spec as the body of a request; the service validates it. Raise InvalidSpec for
     values that JSON cannot represent."""
     if isinstance(spec, RunSpec):
-        return spec.model_dump(mode="json")
+        # the service puts the token's project where none is written
+        unset = {"project"} - spec.model_fields_set
+        return spec.model_dump(mode="json", exclude=unset)
     raw = dict(spec)
     try:
         return checked(raw, "spec")

@@ -143,7 +143,7 @@ def cluster_findings(cluster: ClusterInfo) -> list[Finding]:
                 if node.mark
                 else " according to Ray"
             )
-            remedy = f"Once it is repaired: `everstep uncordon {node.id[:12]}`."
+            remedy = f"Once it is repaired: `everstep cordon --undo {node.id[:12]}`."
             found.append(
                 warning(
                     "cluster", f"node {node.hostname} ({node.id[:12]}) is {node.state}{why}", remedy
@@ -163,7 +163,7 @@ def identity_findings(status: StorageStatus) -> list[Finding]:
     found = []
     if status.problem is not None:
         remedy = (
-            'Run `everstep storage show`, and read "Another storage, or an older database" in '
+            'Run `everstep storage`, and read "Another storage, or an older database" in '
             "docs/runbook.md."
         )
         found.append(problem("storage", status.problem, remedy))
@@ -173,8 +173,8 @@ def identity_findings(status: StorageStatus) -> list[Finding]:
             f"{run.database_submission}"
         )
         remedy = (
-            "Restore a newer database, or run `everstep storage adopt` once no other service uses "
-            "this storage."
+            "Restore a newer database, or run `everstep storage --adopt` once no other service "
+            "uses this storage."
         )
         found.append(problem("storage", f"the storage has {words}", remedy))
     if status.unknown_runs:

@@ -12,10 +12,16 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from everstep.code import DIGEST_PATTERN, ENTRY_PATTERN, REQUIREMENT_PATTERN
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec import plain_text
 from everstep.spec.code import reserved_reason
-from everstep.spec.run_spec import RunSpec
+from everstep.spec.run_spec import (
+    NAME_PATTERN,
+    PROJECT_PATTERN,
+    VARIABLE_PATTERN,
+    RunSpec,
+)
 from everstep.text.words import closest
 
 _LEAST_AMOUNT, _MOST_AMOUNT = 0.0001, 1e18
@@ -107,6 +113,21 @@ def _amount_faults(raw: Any) -> list[FieldError]:
 # Turn pydantic's errors into messages for the person who wrote the request, with the path as
 # written.
 
+PATTERNS = {
+    ENTRY_PATTERN: "does not name a class or function; write MODULE:NAME, for example "
+    "my_task.task:MyTask",
+    DIGEST_PATTERN: "is not a digest; use what POST /v1/code or client.code.upload returned",
+    NAME_PATTERN: "is not a name; use letters, digits, spaces, dots, - and _, with a letter or "
+    "digit first",
+    PROJECT_PATTERN: "is not the name of a project; use at most 63 lower-case letters, digits, - "
+    "and _, with a letter or digit first",
+    REQUIREMENT_PATTERN: "is not a package by name and version; write for example einops>=0.8",
+    VARIABLE_PATTERN: "is not the name of a variable; use letters, digits and _, for example "
+    "HF_HOME",
+}
+"""What to say of a text that a pattern does not fit, in place of the pattern."""
+_MEANT = {"batch_size": "global_batch_size", "learning_rate": "lr"}
+"""Names of fields elsewhere, and ours."""
 MAX_FAULTS = 50
 """Most faults that are described; further ones are only counted."""
 _MAX_SUGGESTIONS = 10
@@ -260,12 +281,13 @@ def _words(
         case "extra_forbidden":
             if not suggest:
                 return "is not a field"
-            near = closest(str(loc[-1]), siblings)
+            near = _MEANT.get(str(loc[-1]))
+            near = near if near in siblings else closest(str(loc[-1]), siblings)
             guess = f"did you mean {near!r}? " if near else ""
             return f"is not a field; {guess}the fields here are {', '.join(siblings)}"
-        case "missing":
-            return "is required"
-        case "union_tag_not_found":
+        case "string_pattern_mismatch" if context["pattern"] in PATTERNS:
+            return f"{str(fault['input'])[:100]!r} {PATTERNS[context['pattern']]}"
+        case "missing" | "union_tag_not_found":
             return "is required"
         case "union_tag_invalid":
             return (

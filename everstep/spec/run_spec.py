@@ -31,8 +31,11 @@ from everstep.spec.sections import (
 from everstep.spec.tasks import TaskSpec
 from everstep.wire.drills import RehearsalMode
 
-Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$"
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
+PROJECT_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME_PATTERN)]
+EnvName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 WANDB_KEY = "WANDB_API_KEY"
 """Variable with the key for Weights & Biases."""
 SecretName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -48,7 +51,7 @@ class RunSpec(Frozen):
 
     name: Name
     """What people call the run; need not be unique."""
-    project: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")] = "default"
+    project: Annotated[str, Field(pattern=PROJECT_PATTERN)] = "default"
     """Project that the run belongs to."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher runs start first."""

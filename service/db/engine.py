@@ -14,6 +14,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from psycopg import Error as PsycopgError
+from psycopg.errors import ReadOnlySqlTransaction
 from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, Dialect, Select, Table, create_engine, event, inspect, text
 from sqlalchemy.dialects import postgresql, sqlite
@@ -296,6 +297,8 @@ POSTGRESQL_CONNECT_ARGS: Final[Mapping[str, Any]] = {
     "keepalives_interval": 2,
     "keepalives_count": 3,
     "tcp_user_timeout": 15_000,
+    # Of several hosts in the URL, the one that is no standby.
+    "target_session_attrs": "read-write",
     # A replica that hangs inside a transaction must not keep its locks, and so the lease.
     "options": f"-c lock_timeout={BUSY_TIMEOUT_MS} -c idle_in_transaction_session_timeout=4000",
 }
@@ -387,7 +390,9 @@ def mapped_errors() -> Iterator[None]:
         raise Unstorable(str(exc.orig)) from exc
     except DBAPIError as exc:
         # SQLite raises the base class itself for a file that is damaged or not a database.
-        if exc.connection_invalidated or type(exc) is SqlDatabaseError:
+        # A PostgreSQL that became a standby takes no writes.
+        is_away = type(exc) is SqlDatabaseError or isinstance(exc.orig, ReadOnlySqlTransaction)
+        if exc.connection_invalidated or is_away:
             raise DatabaseUnavailable(str(exc.orig)) from exc
         raise
     except SQLAlchemyError as exc:

@@ -108,6 +108,7 @@ class RunChanges(RunQueries):
         submission: int | None = None,
         at: float | None = None,
         columns: Mapping[str, Any] | None = None,
+        wanted: str | None = None,
     ) -> RunRow:
         """Change a run's status if it still is what the caller saw.
 
@@ -119,6 +120,7 @@ class RunChanges(RunQueries):
             submission: submission that the caller saw; None does not check.
             at: when it happened (unix seconds); None is now.
             columns: further columns of the row to set.
+            wanted: what to say to a run in another status.
 
         Raises:
             TransitionConflict: the run was deleted or changed, or ``to`` may not follow its status.
@@ -126,7 +128,7 @@ class RunChanges(RunQueries):
         allowed = frozenset({expected}) if isinstance(expected, RunStatus) else frozenset(expected)
         with self._database.write() as connection:
             writer = self._locked(connection, run_id)
-            _expect(writer.run, allowed, submission, f"it cannot become {to}")
+            _expect(writer.run, allowed, submission, wanted or f"it cannot become {to}")
             writer.set(columns or {})
             writer.change_status(to, reason, at)
             return writer.save()
@@ -429,7 +431,8 @@ class RunStore(RunChanges):
 
     def resume(self, run_id: str) -> RunRow:
         """Queue a paused run again. Raises TransitionConflict if it is not PAUSED."""
-        return self.transition(run_id, RunStatus.PAUSED, RunStatus.QUEUED)
+        wanted = f"only a paused run can be resumed; fork this one with resume_from.run_id={run_id}"
+        return self.transition(run_id, RunStatus.PAUSED, RunStatus.QUEUED, wanted=wanted)
 
     def set_notes(self, run_id: str, notes: str | None) -> RunRow:
         """Replace the notes of a run. Raises TransitionConflict if it was deleted."""

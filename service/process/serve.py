@@ -1,4 +1,5 @@
-"""``python -m service.process.serve``: one service process.
+"""``python -m service.process.serve``: one service process, as its environment says. ``everstep
+serve`` becomes this one, and passes on its options so.
 
 Exit code 0 means a graceful stop (SIGTERM, SIGINT), which also ends each process of the embedded
 cluster. Exit code 2 means that the settings or the machine do not allow a start; the message says
@@ -12,9 +13,10 @@ The embedded cluster starts beside the imports of the API, which this module the
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 
 import structlog
@@ -27,8 +29,7 @@ from service.embedded.cluster import ClusterError
 from service.process.app import database_lock, opened, running_cluster
 from service.process.http import check_tls, listening
 from service.process.logs import configure_logging
-from service.process.serving import settings_of
-from service.settings import CannotStart, HomeError, HomeLock
+from service.settings import CannotStart, HomeError, HomeLock, Settings
 from storage.errors import StorageError
 
 EXIT_CANNOT_START = 2
@@ -36,7 +37,7 @@ EXIT_CANNOT_START = 2
 log = structlog.get_logger("everstep")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Serve until a signal. Return the exit code."""
     cannot_start = (
         CannotStart,
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         DatabaseError,
     )
     try:
-        settings = settings_of(argv)
+        settings = Settings.of_process(os.environ)
         configure_logging(settings.log_format, settings.log_level)
         with (
             interruptible(),

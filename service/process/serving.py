@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import hashlib
-import os
 import shlex
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 
 import structlog
 import uvloop
 
-from everstep.options.model import FlagValue
-from everstep.options.serve import FLAGS, help_of, is_list, is_switch
 from everstep.text.words import count
 from service.annex import ServiceParts
 from service.annexes.registry import ANNEXES
@@ -236,34 +232,3 @@ def announce(settings: Settings, url: str, link: str | None = None) -> None:
 def announce_cluster(num_nodes: int) -> None:
     """Print that the embedded cluster takes runs."""
     print(f"Ray cluster:       {count(num_nodes, 'node')} ready", flush=True)
-
-
-# ---------------------------------------------------------------- arguments
-
-# The settings of a service process from its arguments and its environment.
-
-
-def settings_of(argv: Sequence[str] | None) -> Settings:
-    """Return the settings. Raises SettingsError; argparse exits with code 2."""
-    return Settings.of_process(os.environ, flags_of(argv))
-
-
-def flags_of(argv: Sequence[str] | None) -> dict[str, FlagValue]:
-    """Return field name -> value of each flag that was given, still unchecked."""
-    parser = argparse.ArgumentParser(
-        prog="everstep serve",
-        description="Run the Everstep service, by default with a Ray cluster of its own on this "
-        "machine. It keeps its database, storage and tokens in EVERSTEP_HOME (default "
-        "~/.everstep).",
-        argument_default=argparse.SUPPRESS,
-    )
-    for name, option in FLAGS.items():
-        text = help_of(name).replace("%", "%%")
-        if is_switch(name):
-            parser.add_argument(option.flag, dest=name, action="store_true", help=text)
-        else:
-            action = "append" if is_list(name) else "store"
-            parser.add_argument(
-                option.flag, dest=name, action=action, metavar=option.metavar, help=text
-            )
-    return vars(parser.parse_args(argv))

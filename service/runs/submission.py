@@ -89,7 +89,7 @@ async def checked(
     Args:
         context: the service's context.
         caller: who submits.
-        raw: the spec as received.
+        raw: the spec as received; without a project it gets the caller's.
         idempotency_key: the client's key for the request; the checkpoint that a known one starts
             from is not looked for again.
         keep: keep the checkpoint that the run starts from.
@@ -97,7 +97,8 @@ async def checked(
     Raises InvalidSpec with every fault.
     """
     caller.require("submitter")
-    spec = await validated(parse_spec, raw)
+    given = {"project": caller.project, **raw} if caller.project and isinstance(raw, dict) else raw
+    spec = await validated(parse_spec, given)
     check_reaches(caller, spec.project)
     idempotency = idempotency_of(idempotency_key, caller, raw)
     is_known = spec.origin is not None and await context.database_call(
@@ -276,12 +277,7 @@ async def upload_code(
     Refused with 422: links, paths that lead outside, archives that unpack to too much, and modules
     whose names are reserved for Everstep, torch, Ray or Python."""
     owner = project or caller.project or DEFAULT_PROJECT
-    if not caller.reaches(owner):
-        raise ApiProblem(
-            403,
-            "forbidden",
-            f"token {caller.name!r} belongs to project {caller.project!r}, not {owner!r}",
-        )
+    check_reaches(caller, owner)
     data = await _read_file(request)
     await context.storage_call(context.storage_gate.require)
     found = await context.storage_call(look_at, data)

@@ -40,7 +40,7 @@ SPEC = {
 
 def serve(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """``serve`` that is expected to end by itself."""
-    command = [sys.executable, "-m", "service.process.serve", *args]
+    command = [sys.executable, "-m", "everstep.cli.main", "serve", *args]
     environ = {**os.environ, "EVERSTEP_HOME": str(home), "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=120, check=False
@@ -250,7 +250,8 @@ def test_a_sigterm_while_the_cluster_starts_leaves_nothing(home: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "service.process.serve",
+        "everstep.cli.main",
+        "serve",
         "--port",
         str(free_port()),
         "--nodes",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import typer
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
+from everstep.options.serve import FLAGS
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService
 
@@ -16,6 +18,13 @@ def run_cli(*arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(
         app, [str(argument) for argument in arguments], input=stdin, catch_exceptions=False
     )
+
+
+def serve_flags(*arguments: str) -> dict[str, Any]:
+    """The flags that ``everstep serve`` is given in these arguments."""
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    found = command.make_context("serve", list(arguments)).params
+    return {name: value for name, value in found.items() if name in FLAGS and value}
 
 
 async def everstep(*arguments: object, stdin: str | None = None) -> Result:

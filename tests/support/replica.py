@@ -22,7 +22,7 @@ many may be slow to say so."""
 
 
 class Replica:
-    """``python -m service.process.serve`` with a home of its own, which is made; nothing limits how
+    """``everstep serve`` with a home of its own, which is made; nothing limits how
     often it is asked."""
 
     def __init__(
@@ -37,7 +37,8 @@ class Replica:
         self._command = [
             sys.executable,
             "-m",
-            "service.process.serve",
+            "everstep.cli.main",
+            "serve",
             "--port",
             str(self.port),
             "--ray-address",

@@ -101,7 +101,7 @@ def wait_until_ready(
 
 
 class ServiceProcess:
-    """``python -m service.process.serve`` on a home directory of its own; a context manager that
+    """``everstep serve`` on a home directory of its own; a context manager that
     leaves nothing behind."""
 
     def __init__(
@@ -173,7 +173,8 @@ class ServiceProcess:
                     *self.prefix,
                     sys.executable,
                     "-m",
-                    "service.process.serve",
+                    "everstep.cli.main",
+                    "serve",
                     "--port",
                     str(self.port),
                     *self.args,

@@ -17,7 +17,7 @@ import yaml
 from compose_spec import PyCompose
 
 from everstep.options.serve import VARIABLES, ServeOptions
-from service.process.serving import flags_of
+from tests.support.command_line import serve_flags
 
 ROOT = Path(__file__).parents[3]
 OURS = {"prepare", "bucket", "head", "worker", "gpu-worker", "service-a", "service-b"}
@@ -229,7 +229,7 @@ def test_the_service_understands_its_command_and_every_variable(
         ours = {key: str(value) for key, value in environ.items() if key.startswith("EVERSTEP_")}
         assert ours.keys() <= VARIABLES
         by_value = {key: value for key, value in ours.items() if not key.endswith("_FILE")}
-        read = ServeOptions.read(by_value, flags_of(command[2:]))
+        read = ServeOptions.read(by_value, serve_flags(*command[2:]))
         assert (read.host, read.port) == ("0.0.0.0", 8000) and read.storage_uri.startswith("s3://")
         assert read.ray_address == "http://head:8265"
         assert read.public_url == "https://localhost:8443"

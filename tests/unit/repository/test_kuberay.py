@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from everstep.options.serve import VARIABLES, ServeOptions
-from service.process.serving import flags_of
+from tests.support.command_line import serve_flags
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "kuberay"
@@ -150,7 +150,7 @@ def test_the_service_understands_its_arguments_and_every_variable(tmp_path: Path
     assert container["command"] == ["everstep", "serve"] and ours <= VARIABLES
     # What Kubernetes sets in every pod beside the Service named everstep.
     theirs = {"EVERSTEP_PORT": "tcp://10.0.0.1:8000", "EVERSTEP_SERVICE_HOST": "10.0.0.1"}
-    read = ServeOptions.read({**theirs, **values}, flags_of(container["args"]))
+    read = ServeOptions.read({**theirs, **values}, serve_flags(*container["args"]))
     assert (read.host, read.port) == ("0.0.0.0", 8000)
     assert read.ray_address == "http://everstep-head-svc:8265"
     assert read.storage_uri == "/var/lib/everstep/storage"

@@ -87,7 +87,7 @@ def other(tmp_path: Path, name: str, version: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("program", "code"),
     [
-        (["-m", "service.process.serve", "--port", "0"], 2),
+        (["-m", "everstep.cli.main", "serve", "--port", "0"], 2),
         (
             [
                 *("-m", "train_fn.driver", "--storage", "/nowhere"),

@@ -291,7 +291,7 @@ async def test_cancel_pause_and_resume(api: ApiService) -> None:
     assert "QUEUED" in (await everstep("resume", run_id)).stdout
     assert json.loads((await everstep("cancel", run_id, "--json")).stdout)["status"] == "CANCELLED"
     again = await everstep("resume", run_id)
-    assert again.exit_code == 2 and "CANCELLED" in again.stderr
+    assert again.exit_code == 2 and f"with resume_from.run_id={run_id}" in again.stderr
 
 
 async def test_cluster(api: ApiService) -> None:
@@ -319,12 +319,9 @@ def test_the_version_and_every_command_s_help() -> None:
         "watch",
         "logs",
         "why",
-        "stragglers",
-        "goodput",
         "metrics",
-        "samples",
     ]
-    commands += ["checkpoints", "verify", "download", "cancel", "pause", "resume", "drill"]
-    commands += ["cluster", "cordon", "uncordon", "drain", "demo"]
+    commands += ["checkpoints", "download", "cancel", "pause", "resume", "drill"]
+    commands += ["cluster", "cordon", "drain", "demo"]
     for name in commands:
         assert name in overview and run_cli(name, "--help").exit_code == 0

@@ -19,7 +19,9 @@ from everstep.cli.main import app
 from everstep.client.address import read_contexts
 from everstep.errors import UsageError
 from everstep.wire import RunStatus
+from everstep.wire.team import Quotas
 from tests.support.api_service import ApiService
+from tests.support.code_archives import TASK
 from tests.support.command_line import everstep, finish, run_cli
 from tests.support.narrow_terminal import NarrowTerminal
 from tests.support.web_browser import Browser
@@ -76,8 +78,8 @@ async def test_compare_shows_figures_and_differences(api: ApiService) -> None:
     value = json.loads((await everstep("compare", one, other, "--json")).stdout)
     assert value["differences"] == {"train.epochs": {one: "3", other: "7"}}
     assert [run["id"] for run in value["runs"]] == [one, other]
-    alone = await everstep("compare", one, one)
-    assert alone.exit_code == 2 and "at least two" in alone.stderr
+    both = await everstep("show", one, other, "--ranks")
+    assert both.exit_code == 2 and "--ranks shows one run" in both.stderr
 
 
 async def test_notes_are_printed_replaced_and_removed(api: ApiService) -> None:
@@ -124,8 +126,33 @@ async def test_validate_needs_no_service_and_a_dry_run_submits_nothing(
     resolved = json.loads((await everstep("validate", spec_file, "--json")).stdout)
     assert resolved["scaling"]["min_workers"] == 1
     wrong = await everstep("validate", spec_file, "--set", "train.epochs=0", "--set", "priority=x")
-    assert wrong.exit_code == 2 and "the request has 2 faults" in wrong.stderr
+    assert wrong.exit_code == 2 and "the spec has 2 faults" in wrong.stderr
     assert "train.epochs" in wrong.stderr and "priority" in wrong.stderr
+
+
+def test_validate_finds_the_class_that_code_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "task.py").write_text(TASK)
+    code = ("validate", "--code", tmp_path, "--task")
+    assert run_cli(*code, "mine.task:Line").stdout == "Line is valid\n"
+    for entry, words in (
+        ("mine.task:Lines", "mine/task.py has no class 'Lines'; did you mean 'Line'?"),
+        ("mine.tasks:Line", "the archive has no module 'mine.tasks'; did you mean mine.task?"),
+        ("mine.task.Line", "write MODULE:NAME, for example my_task.task:MyTask"),
+    ):
+        wrong = run_cli(*code, entry)
+        assert (wrong.exit_code, words in wrong.stderr) == (2, True), wrong.stderr
+
+
+async def test_a_spec_without_a_project_is_of_the_token_s(
+    api: ApiService, spec_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.context.projects.put("vision", Quotas())
+    monkeypatch.setenv("EVERSTEP_TOKEN", api.token("submitter", "vision"))
+    submitted = await everstep("submit", spec_file, "--json")
+    assert json.loads(submitted.stdout)["project"] == "vision", submitted.stderr
+    other = await everstep("submit", spec_file, "--set", "project=default")
+    assert other.exit_code == 2 and "belongs to project 'vision'" in other.stderr
 
 
 def test_the_catalog_is_listed_with_arguments() -> None:
@@ -186,26 +213,17 @@ def test_a_damaged_file_of_log_ins_says_what_to_do(
 # ---------------------------------------------------------------- Tab
 
 
-async def test_tab_offers_runs_statuses_and_specs(
-    api: ApiService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_tab_offers_runs_and_statuses(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = await finish(api, name="mine")
     assert await asyncio.to_thread(completion.run_ids, "run_") == [(run_id, "mine SUCCEEDED")]
     assert await asyncio.to_thread(completion.run_ids, "x") == []
     assert completion.statuses("r") == [RunStatus.RUNNING, RunStatus.RECOVERING]
-    (tmp_path / "specs" / "deep").mkdir(parents=True)
-    for name in ("a.yaml", "b.py", "c.json", ".hidden.yaml"):
-        (tmp_path / "specs" / name).touch()
-    monkeypatch.chdir(tmp_path)
-    assert completion.spec_paths("spe") == ["specs/"]
-    assert completion.spec_paths("specs/") == ["specs/a.yaml", "specs/c.json", "specs/deep/"]
-    assert completion.spec_paths(f"{tmp_path}/specs/a") == [f"{tmp_path}/specs/a.yaml"]
-    assert completion.spec_paths("none/") == []
     for words, offered in (
         (["show", "run_"], run_id),
         (["runs", "--status", "SUCC"], "SUCCEEDED"),
         (["events", run_id, "--kind", "fai"], "failure"),
-        (["submit", "specs/a"], "specs/a.yaml"),
     ):
         assert offered in await asyncio.to_thread(_tab, words), words
     monkeypatch.setenv("EVERSTEP_URL", "http://127.0.0.1:9")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,5 +142,20 @@ def test_init_task_says_what_it_wrote(tmp_path: Path) -> None:
     files = json.loads(result.stdout)["files"]
     assert (len(files), Path(files[0]).parent) == (7, tmp_path / "my_task")
     assert str(tmp_path / "my_task" / "spec.schema.json") in files
-    refused = run_cli("init", "task", "my_task", "--in", tmp_path)
+    refused = run_cli("init", "my-task", "--in", tmp_path)
     assert (refused.exit_code, "not empty" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("entry", ["--script", "--train-fn"])
+def test_a_script_and_a_ray_train_function_run_as_they_are(entry: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import sys\ndef train(config): print('config', config)\n"
+        "if __name__ == '__main__': print('argv', sys.argv[1:])\n"
+    )
+    name, words, said = {
+        "--script": ("own.py", ["--", "--lr", "1"], "argv ['--lr', '1']"),
+        "--train-fn": ("own:train", ["--set", "code.config.lr=1"], "config {'lr': 1}"),
+    }[entry]
+    command = [sys.executable, "-m", "everstep.cli.main", "run", "--local", "--code", str(tmp_path)]
+    done = subprocess.run([*command, entry, name, *words], capture_output=True, text=True)
+    assert (done.returncode, said in done.stdout) == (0, True), done.stderr

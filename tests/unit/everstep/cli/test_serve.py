@@ -10,14 +10,11 @@ import pytest
 
 from everstep.cli import service as cli_service
 from everstep.options.serve import FLAGS, OPTIONS, VARIABLES, ServeOptions
-from service.process.serving import settings_of
 from tests.support.command_line import run_cli
 
 
 def test_serve_without_the_server_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        cli_service, "SERVER_MODULES", ("service.no_such", "no_such_package.module", "json")
-    )
+    monkeypatch.setattr(cli_service, "SERVER_MODULES", ("no_such_package", "json"))
     for command in ("serve", "demo"):
         result = run_cli(command)
         assert (
@@ -109,12 +106,10 @@ def test_a_wrong_variable_is_named_and_a_flag_replaces_it(
 
 
 def test_serve_offers_every_option_of_the_service(
-    capsys: pytest.CaptureFixture[str], became: list[tuple[list[str], dict[str, str]]]
+    became: list[tuple[list[str], dict[str, str]]],
 ) -> None:
-    with pytest.raises(SystemExit):
-        settings_of(["--help"])
-    known = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    assert known == {option.flag for option in FLAGS.values()} == {*GIVEN_FLAGS, "--drills"}
+    known = {option.flag for option in FLAGS.values()}
+    assert known == {*GIVEN_FLAGS, "--drills"}
     shown = run_cli("serve", "--help").stdout
     assert all(f"{flag} " in shown for flag in known)
     assert len(re.findall(r"^[│ ]*--[a-z-]+", shown, re.MULTILINE)) <= 25

@@ -1,4 +1,4 @@
-"""`everstep init task` writes a task that works as it stands, with a test that can fail."""
+"""`everstep init` writes a task that works as it stands, with a test that can fail."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def test_what_the_service_itself_lacks() -> None:
         "problem",
         "problem",
         "warning",
-    ] and "everstep storage adopt" in str(found[1].remedy)
+    ] and "everstep storage --adopt" in str(found[1].remedy)
     assert (
         identity_findings(
             mixed.model_copy(update={"problem": None, "behind": (), "unknown_runs": ()})

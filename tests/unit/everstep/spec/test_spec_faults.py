@@ -157,8 +157,16 @@ def test_all_faults_are_found_at_once() -> None:
             "momentum > 0",
         ),
         (spec(runtime_env={"pip": ["x"]}), "runtime_env", "only applies to runs with code"),
-        (spec(runtime_env={"pip": ["--index-url=x"]}), "runtime_env.pip.0", "pattern"),
-        (spec(runtime_env={"pip": ["x @ https://x/x.whl"]}), "runtime_env.pip.0", "pattern"),
+        (
+            spec(runtime_env={"pip": ["--index-url=x"]}),
+            "runtime_env.pip.0",
+            "not a package by name",
+        ),
+        (
+            spec(runtime_env={"pip": ["x @ https://x/x.whl"]}),
+            "runtime_env.pip.0",
+            "not a package by name",
+        ),
         (spec(runtime_env={"pip": []}), "runtime_env.pip", "at least 1"),
         (
             spec(runtime_env={"pip": ["x"], "working_dir": "s3://x"}),
@@ -174,7 +182,7 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(resume_from={"step": 1}), "resume_from.run_id", "is required"),
         ({"name": "a"}, "task", "set either task or code"),
         (spec(code=OWN), "task", "remove task or code"),
-        ({"name": "a", "code": {**OWN, "task": "no colon"}}, "code.task", "pattern"),
+        ({"name": "a", "code": {**OWN, "task": "no colon"}}, "code.task", "write MODULE:NAME"),
         (
             {"name": "a", "code": {"archive": OWN["archive"]}},
             "code.train_fn",
@@ -242,7 +250,7 @@ def test_all_faults_are_found_at_once() -> None:
             "code.args.a.0",
             "cannot be stored",
         ),
-        (spec(name="../../etc"), "name", "pattern"),
+        (spec(name="../../etc"), "name", "is not a name; use"),
         (
             spec(train={"global_batch_size": 10**12}),
             "train.global_batch_size",

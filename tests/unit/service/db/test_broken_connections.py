@@ -42,6 +42,25 @@ def test_connections_that_broke_are_replaced(postgresql: PostgresServer) -> None
         other.close()
 
 
+def test_a_standby_is_a_database_that_is_away(postgresql: PostgresServer) -> None:
+    """Both for who connects to it, and for connections whose server takes no more writes."""
+    with postgresql.database() as url:
+        database, later = Database(url), Database(url)
+        made(RunStore(database), "before")
+        with database.autocommit() as connection:
+            name = make_url(url).database
+            connection.execute(
+                text(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+            )
+        with pytest.raises(DatabaseUnavailable, match="read-only"):
+            made(RunStore(later), "at a standby")
+        with pytest.raises(DatabaseUnavailable, match="read-only"), database.write() as connection:
+            connection.execute(text("SET TRANSACTION READ ONLY"))
+            connection.execute(text("DELETE FROM runs"))
+        database.close()
+        later.close()
+
+
 def test_a_database_whose_encoding_is_sql_ascii_returns_text(postgresql: PostgresServer) -> None:
     with postgresql.database("template0 ENCODING 'SQL_ASCII' LOCALE 'C'") as url:
         database = Database(url)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from service.process.serving import settings_of
+from service.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -18,4 +19,4 @@ def test_a_word_for_no_leaves_drills_off(
 ) -> None:
     monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path))
     monkeypatch.setenv("EVERSTEP_DRILLS", value)
-    assert settings_of([]).drills is on
+    assert Settings.of_process(os.environ).drills is on

@@ -88,13 +88,12 @@ def test_a_second_service_on_one_sqlite_file_is_refused_before_it_changes_anythi
     first = Settings(home=tmp_path / "first", database_url=f"sqlite:///{path}")
     monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "second"))
     monkeypatch.setenv("EVERSTEP_DATABASE", f"sqlite:///{link}")
+    monkeypatch.setenv("EVERSTEP_RAY_ADDRESS", "http://127.0.0.1:9")
+    monkeypatch.setenv("EVERSTEP_PORT_NUMBER", "0")
     # It belongs to the whole process, and so to the tests that follow.
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     with database_lock(first):
-        assert (
-            serve.main(["--ray-address", "http://127.0.0.1:9", "--port", "0"])
-            == serve.EXIT_CANNOT_START
-        )
+        assert serve.main() == serve.EXIT_CANNOT_START
     said = capsys.readouterr().err
     assert f"(pid {os.getpid()} on {os.uname().nodename} since 20" in said
     assert f"already runs on the database {path}" in said and "--database" in said

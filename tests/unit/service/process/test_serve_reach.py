@@ -60,7 +60,7 @@ def test_a_machine_without_a_loopback_is_refused_at_once(tmp_path: Path) -> None
     if subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("this machine gives no network namespace of its own")
     done = subprocess.run(
-        [*apart, sys.executable, "-m", "service.process.serve", "--port", "0"],
+        [*apart, sys.executable, "-m", "everstep.cli.main", "serve", "--port", "0"],
         env={**os.environ, "EVERSTEP_HOME": str(tmp_path)},
         capture_output=True,
         text=True,

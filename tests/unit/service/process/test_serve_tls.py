@@ -60,7 +60,8 @@ def serve(home: Path, ray: FakeRay, port: int, **env: str) -> subprocess.Popen[s
     command = [
         sys.executable,
         "-m",
-        "service.process.serve",
+        "everstep.cli.main",
+        "serve",
         "--port",
         str(port),
         "--ray-address",

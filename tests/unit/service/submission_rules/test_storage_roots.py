@@ -3,6 +3,7 @@ beyond."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from structlog.testing import capture_logs
 from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
 from service.process.app import opened
-from service.process.serving import settings_of
 from service.settings import CannotStart, Settings
 from service.submission_rules.packages import ANYWHERE, StorageRoots
 from storage.errors import InvalidStorage, StorageUnavailable
@@ -134,10 +134,6 @@ def test_roots_come_from_arguments_or_the_environment(
 ) -> None:
     monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path))
     monkeypatch.setenv("EVERSTEP_STORAGE_ROOTS", "/data, s3://bucket/x,")
-    assert settings_of([]).storage_roots == ("/data", "s3://bucket/x")
-    assert settings_of(["--storage-root", "/a", "--storage-root", "/b"]).storage_roots == (
-        "/a",
-        "/b",
-    )
+    assert Settings.of_process(os.environ).storage_roots == ("/data", "s3://bucket/x")
     monkeypatch.delenv("EVERSTEP_STORAGE_ROOTS")
-    assert settings_of([]).storage_roots == ()
+    assert Settings.of_process(os.environ).storage_roots == ()

@@ -354,7 +354,7 @@ class TestReconciler:
         assert (
             known is not None
             and known in str(row.reason_message)
-            and "everstep storage adopt" in str(row.reason_message)
+            and "everstep storage --adopt" in str(row.reason_message)
         )
         assert ray.submissions == [f"{run_id}-s001"]
         assert list((tmp_path / "storage").iterdir()) == [], "nothing was begun there"
