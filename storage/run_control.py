@@ -206,10 +206,6 @@ class RunControl(ABC):
 
         return self._read_control(_KEPT, read, "does not say which steps to keep") or Kept()
 
-    def kept_steps(self) -> frozenset[int]:
-        """Return the steps of ``kept``. Raises CorruptFile."""
-        return self.kept().steps
-
     def distrust(self, entry: Distrust) -> None:
         """Record which states no attempt may begin from. Several ranks may record the same."""
         known = self.distrusted()

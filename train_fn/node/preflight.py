@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -100,16 +98,12 @@ SUM_BYTES = (4 << 10, 1 << 20, 16 << 20)
 """Sizes of the all-reduces, one after the other."""
 KEPT_FREE_BYTES = 1 << 30
 """Least free space on the temporary disk and in shared memory, and least free memory."""
-CHECK_S = 60.0
-"""Longest check in a process of its own, which imports torch first."""
 
 
 def check_own(rank: int, use_gpu: bool) -> NodeFigures:
-    """Check this node, as a rank does."""
-    directory = own_temporary_dir()
-    if use_gpu:
-        return check_in_new_process(rank, "cuda", directory)
-    return check_node(rank, torch.device("cpu"), directory)
+    """Check this node in a process that has used no device before."""
+    device = torch.device("cuda" if use_gpu else "cpu")
+    return check_node(rank, device, own_temporary_dir())
 
 
 def check_node(rank: int, device: torch.device, directory: Path) -> NodeFigures:
@@ -129,37 +123,6 @@ def check_node(rank: int, device: torch.device, directory: Path) -> NodeFigures:
     )
     _enter(figures, "disk", lambda: _write_through(directory))
     return figures
-
-
-def check_in_new_process(rank: int, device_type: str, directory: Path) -> NodeFigures:
-    """Check this node from a new process, which sees the GPUs that are visible now.
-
-    A process that has used CUDA keeps the devices of that moment, and Ray shows a rank the GPUs of
-    its node's other ranks only later.
-    """
-    command = [sys.executable, "-c", f"from {__name__} import print_check; print_check()"]
-    try:
-        done = subprocess.run(
-            [*command, str(rank), device_type, str(directory)],
-            capture_output=True,
-            text=True,
-            timeout=CHECK_S,
-        )
-    except subprocess.TimeoutExpired:
-        return NodeFigures(
-            rank, os.uname().nodename, problems=[f"its check took over {CHECK_S:g} s"]
-        )
-    if done.returncode != 0:
-        last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        return NodeFigures(rank, os.uname().nodename, problems=[f"its check failed: {last}"])
-    return NodeFigures(**json.loads(done.stdout.strip().rpartition("\n")[2]))
-
-
-def print_check() -> None:
-    """Check the node of this process, and print the result as one line of JSON. Its arguments are
-    the rank, the device and a directory."""
-    rank, device, directory = sys.argv[1:]
-    print(json.dumps(asdict(check_node(int(rank), torch.device(device), Path(directory)))))
 
 
 def check_space(figures: NodeFigures, directory: Path) -> None:

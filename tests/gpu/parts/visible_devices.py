@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from tests.gpu.verdict import Shown
 from train_fn.node.device import look_at_gpu, visible_gpu
-from train_fn.node.preflight import check_in_new_process
+from train_fn.node.preflight import check_own
 
 MOST_ORDERS = 6
 
@@ -28,7 +29,7 @@ def run(device: torch.device, directory: Path) -> Shown:
         names.append(f"GPU-{uuid}")
     for visible in names:
         answer = subprocess.run(
-            [sys.executable, "-m", __name__, device.type, visible, str(directory)],
+            [sys.executable, "-m", __name__, device.type, visible],
             capture_output=True,
             text=True,
             timeout=60,
@@ -48,12 +49,13 @@ def _not_run(device: torch.device, count: int) -> str:
     return "" if count > 1 else "another order than that of the node, which takes two GPUs"
 
 
-def problems_as_a_rank(device_type: str, visible: str, directory: Path) -> list[str]:
+def problems_as_a_rank(device_type: str, visible: str) -> list[str]:
     """Be a rank of the last GPU in ``visible``. Ray shows it that one first, and those of the
     node's other ranks later."""
     own = visible.rpartition(",")[2]
     os.environ["CUDA_VISIBLE_DEVICES"] = own
-    problems = list(check_in_new_process(0, device_type, directory).problems)
+    with multiprocessing.get_context("fork").Pool(1) as apart:
+        problems = list(apart.apply(check_own, (0, device_type == "cuda")).problems)
     os.environ["CUDA_VISIBLE_DEVICES"] = visible
     index = visible.count(",")
     if visible_gpu(index) != own:
@@ -69,4 +71,4 @@ def problems_as_a_rank(device_type: str, visible: str, directory: Path) -> list[
 
 
 if __name__ == "__main__":
-    print(json.dumps(problems_as_a_rank(sys.argv[1], sys.argv[2], Path(sys.argv[3]))))
+    print(json.dumps(problems_as_a_rank(sys.argv[1], sys.argv[2])))

@@ -144,7 +144,7 @@ async def test_the_checkpoint_is_held_until_the_fork_has_its_own(api: ApiService
     run_dir, kept = RunDir(api.storage, run_id), KeptSteps(api.storage, api.runs.checkpoints)
     assert [name[5:14] for name in CheckpointStore(run_dir).retain(1, None)] == ["000000020"]
     kept.publish()
-    assert run_dir.kept_steps() == {10}
+    assert run_dir.kept().steps == {10}
     run_dir.files.delete_dir(run_dir.holds_path())
     assert CheckpointStore(run_dir).retain(1, None) == []
     api.apply(
@@ -169,7 +169,7 @@ async def test_a_service_that_starts_lets_go_of_what_nobody_waits_for(api: ApiSe
     run_id, _ = await parent_run(api)
     RunDir(api.storage, run_id).keep_steps({10, 20})  # for a request that was never recorded
     KeptSteps(api.storage, api.runs.checkpoints).publish()
-    assert RunDir(api.storage, run_id).kept_steps() == frozenset()
+    assert RunDir(api.storage, run_id).kept().steps == frozenset()
 
 
 async def test_a_fork_s_account_says_where_it_begins(api: ApiService) -> None:

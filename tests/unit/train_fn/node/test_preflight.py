@@ -3,7 +3,6 @@ merely noisy is not."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from train_fn.node import preflight
 from train_fn.node.preflight import (
     NodeFigures,
-    check_in_new_process,
     check_node,
     check_space,
     main,
@@ -103,13 +101,6 @@ def test_without_torchrun_or_an_interface_it_says_so(
     )
 
 
-def test_a_look_from_a_process_of_its_own_finds_the_same(tmp_path: Path) -> None:
-    figures = check_in_new_process(3, "cpu", tmp_path)
-    assert (figures.rank, figures.host) == (3, os.uname().nodename)
-    assert figures.problems == []
-    assert figures.seconds.keys() == {"matmul", "memory", "disk"}
-
-
 def test_a_host_measures_its_node_once_in_another_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -126,10 +117,3 @@ def test_a_host_measures_its_node_once_in_another_process(
     figures.seconds["link"] = 1.0  # as who compares nodes adds it
     assert EverstepTrainWorker.check_node(process, 2) == NodeFigures(2, "host")
     assert measured == [("train_fn.node.preflight:check_own", 0)]
-
-
-def test_a_look_that_does_not_end_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "CHECK_S", 0.01)
-    assert check_in_new_process(0, "cpu", tmp_path).problems == ["its check took over 0.01 s"]
