@@ -94,8 +94,7 @@ def require_same_samples(peers: Peers, contents: Contents, data_name: str, advic
 def check_model(peers: Peers, source: str, mine: dict[str, Sketch], *, fresh: bool) -> None:
     """Raise BadTask if a rank has built another model than rank 0. A collective.
 
-    Weights that a restored state replaces are compared only if ``fresh``. What a rank has trained
-    in an earlier attempt of its process is compared as it was built.
+    Weights that a restored state replaces are compared only if ``fresh``.
 
     Args:
         source: the method that built it.

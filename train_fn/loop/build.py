@@ -31,6 +31,7 @@ from train_fn.loop.sharded import (
     shard_model,
     shard_optimizer,
 )
+from train_fn.node.usage import set_threads
 from train_fn.samples.loader import KeyedDataset, TrainingData, collate_of, to_device
 from train_fn.samples.sampler import MicroBatch, Sampler, WholeShares, seed_building
 from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
@@ -117,6 +118,7 @@ def build_parts(ctx: WorkerContext) -> Parts:
     """Build everything from the spec's task, the same on every rank."""
     spec, train = ctx.spec, ctx.spec.train
     built = _built if _built is not None else _new(spec, ctx.run_dir)
+    set_threads(spec)
     task, datasets, model = built.task, built.datasets, built.model
     contents = Contents(datasets)
     is_gathered = train.sharding in ("full", "hybrid")

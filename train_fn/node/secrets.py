@@ -154,8 +154,7 @@ class Redactor:
 
 @cache
 def process_redactor() -> Redactor:
-    """Return the redactor of this process. It knows the secrets of earlier attempts, too: threads
-    of the user's code print before the next one has read them."""
+    """Return the redactor of this process."""
     return Redactor()
 
 

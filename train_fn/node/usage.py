@@ -243,22 +243,11 @@ class GpuWatch:
 
 def set_threads(spec: RunSpec) -> None:
     """Use as many torch threads as a rank has CPUs, in every attempt the same;
-    ``env.OMP_NUM_THREADS`` overrides it.
-
-    A process that was forked, or waited in the warm pool, imported torch before it knew its rank,
-    and would use every core of its node. One that has served an earlier attempt keeps the number
-    that the task has chosen while it was built, since it is not built again.
+    ``env.OMP_NUM_THREADS`` overrides it. What a build sets has no effect, since another attempt may
+    begin without one.
     """
-    global _num_threads
     named = spec.env.get("OMP_NUM_THREADS", spec.scaling.resources_per_worker.get("CPU", 1))
-    wanted = max(1, int(named))
-    if wanted != _num_threads:
-        _num_threads = wanted
-        torch.set_num_threads(wanted)
-
-
-_num_threads: int | None = None
-"""The number that was set in this process."""
+    torch.set_num_threads(max(1, int(named)))
 
 
 def give_way() -> None:

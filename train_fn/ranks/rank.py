@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -95,7 +94,7 @@ def run_rank(job: RankJob, place: Position, outside: Outside) -> str | None:
         launch.attempt,
         interval_s=max(0.5, job.run_dir.storage.batch_s),
         beat_s=BEAT_S if rank == 0 else OTHERS_BEAT_S,
-        on_superseded=partial(_leave_at_once, launch),
+        on_superseded=_leave_at_once,
     )
     process.note_flush(lambda: (log.flush(), client.flush(ASK_S)))
     try:
@@ -211,15 +210,13 @@ def _context(
         remembered=outside.remembered,
         remember=process.remember,
         on_restored=process.note_restored,
-        on_replaced=lambda why: _leave_at_once(launch),
+        on_replaced=lambda why: _leave_at_once(),
     )
 
 
-def _leave_at_once(launch: RankLaunch) -> None:
+def _leave_at_once() -> None:
     """End this process: a newer attempt runs, so this one must not write anything more into the
-    run. If the newer one runs in this process, the older one has ended in order."""
-    if process.current_launch() is not launch:
-        return
+    run."""
     logger.error("a newer attempt has started without this rank; exiting")
     os._exit(1)
 

@@ -159,7 +159,7 @@ def require_whole() -> None:
 
 
 def begin_attempt() -> None:
-    """Reset what an earlier attempt left in this process: marks of its group, and the callback."""
+    """Reset marks of an earlier group of this process, and its callback."""
     global _have_met
     _aborted.clear()
     _have_met = False

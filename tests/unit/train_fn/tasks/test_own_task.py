@@ -184,6 +184,15 @@ def test_what_a_task_may_have_is_used(storage: Storage, capsys: pytest.CaptureFi
     assert {point["values"]["lr"] for point in journal_of(ctx).points} == {0.5}
 
 
+def test_the_number_of_threads_is_the_spec_s_whatever_a_build_sets(storage: Storage) -> None:
+    """Another attempt begins with what was built, and sets none."""
+    sets = changed(
+        "def build_model(self):", "def build_model(self):\n        torch.set_num_threads(3)"
+    )
+    train(context(storage, sets))
+    assert torch.get_num_threads() == 1
+
+
 def test_a_data_set_that_does_not_pickle_trains_in_loader_workers(storage: Storage) -> None:
     source = TASK.replace("self.x = torch", "self.open = lambda: None; self.x = torch")
     assert train(context(storage, source, train={"loader": {"num_workers": 1}})) is None
