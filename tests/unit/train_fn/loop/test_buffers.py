@@ -1,27 +1,26 @@
-"""Buffers that a model puts another tensor in place of: kept for a step that fails, and restored
-where they are now."""
+"""Running statistics where backward passes run forward passes again, or that are unfrozen later."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from everstep.spec.run_spec import RunSpec
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
-from tests.integration.trainees import Regression
+from tests.integration.moving_buffers import Rows
 from tests.support.one_rank import one_rank, small_task_alone
-from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import build
 from train_fn.loop.attempt import train
-from train_fn.recovery.evidence import StepFailed
 
 pytestmark = pytest.mark.own_process
 
@@ -44,58 +43,6 @@ SPEC = RunSpec.model_validate(
 )
 
 
-class Averaging(nn.Module):
-    mean: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(dim=0)
-        return x - self.mean
-
-
-class Masked(nn.Module):
-    """Makes its buffer anew for each batch's size."""
-
-    mask: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(5), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mask = torch.ones(len(x))
-        return x * self.mask[:, None]
-
-
-class Interrupted(Regression):
-    """Raises once, in the second of a step's two passes."""
-
-    break_at: int | None = None
-    num_passes = 0
-
-    def build_model(self) -> nn.Module:
-        return nn.Sequential(Averaging(), Masked(), nn.Linear(4, 1))
-
-    def loss(
-        self, model: nn.Module, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = super().loss(model, batch)
-        self.num_passes += 1
-        if self.num_passes == self.break_at:
-            raise ConnectionError
-        return found
-
-
-@pytest.fixture
-def storage() -> Iterator[str]:
-    with quick_directory() as directory:
-        yield directory
-
-
 def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
     store = CheckpointStore(run_dir)
     newest = store.list()[-1]
@@ -105,29 +52,90 @@ def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
     return found
 
 
-def trained(
-    storage: str, name: str, shared_memory: Path, break_at: int | None
-) -> dict[str, torch.Tensor]:
-    run_dir = RunDir(open_storage(storage), name)
-    task = Interrupted()
-    with small_task_alone(shared_memory, Saver.offer), pytest.MonkeyPatch.context() as patch:
+class Normed(nn.Module):
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self._checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(
+            checkpoint(self._norm, x, use_reentrant=False) if self._checkpointed else self._norm(x)
+        )
+        return found.squeeze(1)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(self.first(x))
+        return found
+
+
+class Task:
+    def __init__(self, *, checkpointed: bool) -> None:
+        self.model = Normed(checkpointed=checkpointed)
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(1)
+        self.model = Normed(checkpointed=self.model._checkpointed)
+        return self.model
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": Rows(), "val": None}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+class Unfreezes(Task):
+    """Trains its statistics from the second epoch on."""
+
+    def build_model(self) -> nn.Module:
+        super().build_model()
+        self.model.norm.eval()
+        return self.model
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        self.model.norm.train()
+
+
+def test_statistics_that_are_unfrozen_later_are_those_of_the_steps_since(tmp_path: Path) -> None:
+    raw = SPEC.model_dump()
+    spec = RunSpec.model_validate({**raw, "train": {**raw["train"], "epochs": 2}})
+    run_dir, task = (
+        RunDir(open_storage(str(tmp_path)), "run_unfreezes"),
+        Unfreezes(checkpointed=False),
+    )
+    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "build_task", lambda spec: task)
-        task.break_at = break_at
-        if break_at is not None:
-            with pytest.raises(StepFailed):
-                train(one_rank(SPEC, run_dir, attempt=1))
-        assert train(one_rank(SPEC, run_dir, attempt=2)) is None
-    return model_of(run_dir)
+        assert train(one_rank(spec, run_dir)) is None
+    found = model_of(run_dir)
+    assert int(found["norm.num_batches_tracked"]) == 9 and bool(found["norm.running_mean"].any())
 
 
-def test_a_step_that_fails_leaves_no_trace_in_a_buffer_that_is_replaced(
-    storage: str, tmp_path: Path
+@pytest.mark.parametrize("micro_batch_size", [10, 5])
+def test_gradient_checkpointing_moves_statistics_once_a_step(
+    micro_batch_size: int, tmp_path: Path
 ) -> None:
-    """The second pass of the fifth step is the tenth: the warm-up's is not counted. Micro-batches
-    are of seven and three."""
-    plain = trained(storage, "run_plain", tmp_path, None)
-    broken = trained(storage, "run_broken", tmp_path, 2 * 5)
-    assert plain["0.mean"].abs().sum() > 0
-    assert {name: value.tolist() for name, value in broken.items()} == {
-        name: value.tolist() for name, value in plain.items()
-    }
+    raw = SPEC.model_dump()
+    spec = RunSpec.model_validate(
+        {**raw, "train": {**raw["train"], "micro_batch_size": micro_batch_size}}
+    )
+    found = []
+    for checkpointed in (False, True):
+        run_dir, task = (
+            RunDir(open_storage(str(tmp_path)), f"run_{checkpointed}"),
+            Task(checkpointed=checkpointed),
+        )
+        with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "build_task", lambda spec, task=task: task)
+            assert train(one_rank(spec, run_dir)) is None
+        found.append(model_of(run_dir))
+    plain, checkpointed_ = found
+    assert int(plain["norm.num_batches_tracked"]) == 9
+    for name, value in plain.items():
+        torch.testing.assert_close(
+            checkpointed_[name],
+            value,
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
