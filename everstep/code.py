@@ -15,7 +15,7 @@ import shlex
 import stat
 import sys
 import tarfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,21 +256,22 @@ def with_code(
 
 
 def rehearse_command(
-    script: str | None,
-    train_fn: str | None,
+    entry: Mapping[str, str | None],
     code: str = "DIRECTORY",
     before: Sequence[str] = (),
     after: Sequence[str] = (),
 ) -> str:
-    """Return the command that rehearses a restart on a script or a Ray Train function.
+    """Return the command that rehearses a restart on a user's code.
 
     Args:
+        entry: its entry point, by the name of the option.
         code: the directory that it is in.
         before: what comes before its options: the file of a spec.
         after: what comes after them: settings, and arguments of the script.
     """
-    entry = ("--script", script) if script else ("--train-fn", train_fn or "")
-    return shlex.join(("everstep", "rehearse", *before, "--code", code, *entry, *after))
+    set_ones = [(f"--{name.replace('_', '-')}", value) for name, value in entry.items() if value]
+    options = [part for each in set_ones for part in each]
+    return shlex.join(("everstep", "rehearse", *before, "--code", code, *options, *after))
 
 
 def _name_of_script(script: str) -> str:

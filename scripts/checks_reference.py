@@ -83,7 +83,7 @@ OF_FILES = {
     "train_fn/state/sharded.py": (Moment.STEP, "none"),
     "train_fn/state/tensor_tree.py": (Moment.STEP, "none"),
     "train_fn/state/train_state.py": (Moment.RESTORED, "none"),
-    "train_fn/step/late_changes.py": (Moment.LOSS, "a look at the buffers' versions"),
+    "train_fn/step/buffers.py": (Moment.LOSS, "a look at the buffers' versions"),
     "train_fn/step/peers.py": (Moment.LOSS, "none"),
     "train_fn/step/untrained.py": (Moment.LOSS, "a look at the buffers' versions"),
     "train_fn/tasks/builtin.py": (Moment.BUILT, "none"),

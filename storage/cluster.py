@@ -344,13 +344,10 @@ _REHEARSALS = "cluster/rehearsals"
 
 
 def rehearsal_key(spec: RunSpec, versions: Mapping[str, str]) -> str:
-    """Return a digest of what decides how a rehearsal ends: the code, what it is trained by, and
-    the versions. A run's name, its size and how often it saves are not part of it."""
-    names = {"project", "code", "task", "optimizer", "schedule", "train", "env", "runtime_env"}
+    """Return a digest of what decides how a rehearsal in a project ends, with the versions."""
     facts = {
-        "spec": spec.model_dump(mode="json", include=names),
-        "parameters": spec.checkpoint.parameters,
-        "micro_batch_size": None if spec.runs_own_function else spec.micro_batch_size,
+        "trained": spec.trained_digest,
+        "project": spec.project,
         "ranks": rehearsed_ranks(spec),
         "versions": dict(versions),
     }

@@ -9,6 +9,7 @@ import os
 import pdb
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -192,8 +193,6 @@ def init(
 
 # ---------------------------------------------------------------- specs
 
-# Commands about specs: `everstep validate` and `everstep catalog`.
-
 _KINDS = tuple(Catalog.model_fields)
 
 
@@ -273,16 +272,7 @@ def _default(schema: dict[str, Any]) -> str:
 
 # ---------------------------------------------------------------- rehearsal
 
-# The command that rehearses a restart on a user's own code, on this machine and without a
-# service.
-
-REHEARSAL = "train_fn.rehearsal.plan"
-"""Imported by name: this house does not import the others, and most of its users have no torch."""
-
-_STYLES = {"equal": "green", "different": "red", "impossible": "red", "left out": "dim"}
 _EXITS = {"equal": 0, "different": 1, "impossible": 2}
-
-_WIDTH = 48
 
 
 @command()
@@ -318,42 +308,16 @@ def rehearse(
         None if spec is None else read_spec(spec), code, task, train_fn, script, context.meta[ARGV]
     )
     parsed = parse_spec(apply_overrides(raw, overrides or []))
-    rehearsal = imported_for_training(REHEARSAL)
+    rehearsal = imported_for_training("train_fn.rehearsal.plan")
+    verdict = imported_for_training("train_fn.rehearsal.verdict")
     out = terminal()
-
-    def say(row: Any) -> None:
-        if out.as_json:
-            return
-        source = f"  (went on from {row.went_on_from})" if row.went_on_from else ""
-        out.line(
-            f"{row.outcome:<10}  {row.name:<{_WIDTH}}  "
-            f"{'' if row.difference else row.text}{source}".rstrip(),
-            style=_STYLES[row.outcome],
-        )
-
+    say = (lambda row: None) if out.as_json else partial(verdict.say, out)
     begin = out.note if out.is_interactive else lambda name: None
     options = {"ranks": ranks, "steps": steps, "max_samples": max_samples, "every": every}
     report = rehearsal.rehearse(parsed, archive, **options, say=say, begin=begin)
     if out.as_json:
         out.json(report)
     else:
-        _explain(report)
+        verdict.explain(out, report)
+    out.note(verdict.keep(parsed, report, max_samples or 0))
     raise typer.Exit(_EXITS[report.outcome])
-
-
-def _explain(report: Any) -> None:
-    """Print what is first different, and what to write instead."""
-    out = terminal()
-    for row in report.rows:
-        if row.traceback:
-            for line in row.traceback.rstrip().splitlines():
-                out.line(line, style="dim")
-        if row.difference is not None:
-            out.line()
-            out.line(f"{row.name}:", style="bold")
-            out.sentence(row.text)
-            out.sentence(f"What to do: {row.difference.advice}.")
-    for note in report.notes:
-        out.note(note)
-    out.line()
-    out.sentence(report.text, style=_STYLES[report.outcome])

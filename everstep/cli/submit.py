@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.resources
+import importlib.util
 import json
 import keyword
 import sys
@@ -32,6 +34,7 @@ from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec, spec_schema
 from everstep.spec.yaml_file import read_spec
+from everstep.wire.drills import REHEARSAL_TAG
 
 ARGV = "everstep.argv"
 """Where the context keeps the arguments of a script."""
@@ -86,6 +89,9 @@ def submit(
     )
     raw = apply_overrides(raw, overrides or [])
     parsed = parse_spec(raw)
+    known = None if idempotency_key else _known_rehearsal(parsed)
+    if known is not None:
+        parsed = parsed.model_copy(update={"tags": {**parsed.tags, REHEARSAL_TAG: known}})
     client = terminal().client()
     if archive is not None:
         client.code.upload_packed(
@@ -96,7 +102,11 @@ def submit(
         return Said(resolved, [f"{resolved.name} is valid; nothing was submitted"])
     run = client.runs.create(parsed, idempotency_key, create_project=create_project)
     _note_best_mode(raw, parsed)
-    _note_rehearsal(parsed, spec, code, overrides or [])
+    if known is None:
+        _note_rehearsal(parsed, spec, code, overrides or [])
+    else:
+        outcome, _, words = known.split(" ", 2)
+        terminal().note(f"rehearsed: {outcome} ({words})")
     if watch:
         watch_to_the_end(run)
         return None
@@ -119,17 +129,24 @@ def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
         )
 
 
+def _known_rehearsal(spec: RunSpec) -> str | None:
+    """Return what a rehearsal of the same on this machine showed, as the value of a tag."""
+    is_here = spec.code is not None and importlib.util.find_spec("train_fn") is not None
+    return importlib.import_module("train_fn.rehearsal.verdict").known(spec) if is_here else None
+
+
 def _note_rehearsal(
     parsed: RunSpec, spec: str | None, code: str | None, overrides: list[str]
 ) -> None:
-    """Print how a restart is rehearsed on a loop of the user's own, if the service does not."""
+    """Print how a restart is rehearsed on the user's own code, if the service does not."""
     own = parsed.code
-    if own is None or own.task is not None or parsed.rehearses != "off":
+    if own is None or parsed.rehearses != "off":
         return
     sets = [part for each in overrides for part in ("--set", each)]
     before = [spec] if spec not in (None, "-") else []
     after = [*sets, *(["--", *own.argv] if own.argv else [])]
-    command = rehearse_command(own.script, own.train_fn, code or "DIRECTORY", before, after)
+    entry = own.model_dump(include={"script", "train_fn", "task"})
+    command = rehearse_command(entry, code or "DIRECTORY", before, after)
     terminal().note(f"not rehearsed: `{command}` shows whether a restart changes what this trains")
 
 

@@ -4,6 +4,8 @@ across sections.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from functools import lru_cache
 from typing import Annotated, Any
@@ -271,6 +273,18 @@ class RunSpec(Frozen):
     def rehearses(self) -> RehearsalMode:
         """Return whether a restart is rehearsed on the run's code."""
         return rehearsal_mode(self.recovery, self.replay)
+
+    @property
+    def trained_digest(self) -> str:
+        """Return a digest of what decides how a rehearsal ends: the code with its arguments, and
+        what it is trained by. A run's name, project, size and how often it saves are not part."""
+        names = {"code", "task", "optimizer", "schedule", "train", "env", "runtime_env"}
+        facts = {
+            "spec": self.model_dump(mode="json", include=names),
+            "parameters": self.checkpoint.parameters,
+            "micro_batch_size": None if self.runs_own_function else self.micro_batch_size,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @property
     def micro_batch_size(self) -> int:

@@ -323,6 +323,10 @@ class Rehearsal(Answer):
         return self.text
 
 
+REHEARSAL_TAG = "everstep.rehearsal"
+"""Tag of a run with what a rehearsal before its submission showed: ``equal`` or ``different``, the
+beginning of ``RunSpec.trained_digest``, and words, each after a space."""
+
 RehearsalMode = Literal["off", "warn", "require"]
 
 
@@ -338,4 +342,4 @@ class RunRehearsal(Answer):
     at: Time | None = None
     """When this became known; null if nothing is."""
     report: Rehearsal | None = None
-    """What it showed, once it is made."""
+    """What it showed, once it is made in the service."""

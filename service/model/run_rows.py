@@ -241,10 +241,11 @@ class RunHead(NamedTuple):
 
 
 class CodeInSpec(BaseModel):
-    """Which of a user's own loops a run calls; both are None for a task."""
+    """Which entry point of a user's own code a run calls."""
 
     model_config = ConfigDict(frozen=True)
 
+    task: str | None = None
     train_fn: str | None = None
     script: str | None = None
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from everstep.code import rehearse_command
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import (
     EpochSamples,
     GpuUse,
@@ -24,11 +25,11 @@ from everstep.wire import (
     Straggler,
     StragglerReport,
 )
-from everstep.wire.drills import RunRehearsal
+from everstep.wire.drills import REHEARSAL_TAG, RunRehearsal
 from everstep.wire.events import EventKind
 from service.model.provider_rule import Prices
 from service.model.rows import EventRow, to_time
-from service.model.run_rows import ListedRun, RunRow, RunSummary, StoredSpec
+from service.model.run_rows import CodeInSpec, ListedRun, RunRow, RunSummary
 from service.projections.goodput import WorkLedger
 
 _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
@@ -114,9 +115,7 @@ STRAGGLER_KINDS: Final = frozenset(
 )
 
 
-def stragglers(
-    events: Sequence[EventRow],
-) -> StragglerReport:
+def stragglers(events: Sequence[EventRow]) -> StragglerReport:
     """Return every rank that was found slow, oldest first, and the last reported step times.
 
     Args:
@@ -144,29 +143,17 @@ def stragglers(
             found.append(open_ones[event.data["rank"]])
         else:
             _end([open_ones.pop(event.data["rank"], {})], event.at)
-    stragglers = tuple(Straggler.model_validate(each) for each in found)
-    gpus = _gpus(event for event in events if event.kind == EventKind.GPU_USE)
-    if newest is None:
-        return StragglerReport(
-            at=None,
-            attempt=None,
-            step=None,
-            step_s=None,
-            ranks=(),
-            nodes=(),
-            stragglers=stragglers,
-            gpus=gpus,
-        )
-    ranks = tuple(RankTimes.model_validate(rank) for rank in newest.data["ranks"])
+    data: Mapping[str, Any] = {} if newest is None else newest.data
+    ranks = tuple(RankTimes.model_validate(rank) for rank in data.get("ranks", ()))
     return StragglerReport(
-        at=to_time(newest.at),
-        attempt=newest.attempt,
-        step=newest.data["step"],
-        step_s=newest.data["step_s"],
+        at=None if newest is None else to_time(newest.at),
+        attempt=None if newest is None else newest.attempt,
+        step=data.get("step"),
+        step_s=data.get("step_s"),
         ranks=ranks,
         nodes=_by_node(ranks),
-        stragglers=stragglers,
-        gpus=gpus,
+        stragglers=tuple(Straggler.model_validate(each) for each in found),
+        gpus=_gpus(event for event in events if event.kind == EventKind.GPU_USE),
     )
 
 
@@ -270,37 +257,29 @@ def samples(events: Iterable[EventRow]) -> Samples:
 # Whether a restart was rehearsed on a run's code, and what that showed.
 
 
-def run_rehearsal(spec: StoredSpec, found: Sequence[EventRow], *, ended: bool) -> RunRehearsal:
-    """Return what is known.
-
-    Args:
-        spec: The run's.
-        found: The last ``rehearsal`` event, if there is one.
-        ended: Whether the run has ended.
-    """
+def run_rehearsal(run: RunRow, found: Sequence[EventRow]) -> RunRehearsal:
+    """Return what is known. ``found`` is the last ``rehearsal`` event, if there is one."""
+    spec = run.stored_spec
     mode, newest = spec.rehearses, found[0] if found else None
-    if newest is None:
-        text = _OFF if mode == "off" else _NONE_YET
-        if mode == "off" and spec.code is not None and spec.runs_own_function:
-            text = _NOT_REHEARSED.format(rehearse_command(spec.code.script, spec.code.train_fn))
-        return RunRehearsal(mode=mode, state="none", text=text)
-    data = newest.data
+    data = newest.data if newest is not None else {"state": "none"}
     state, text, report = data.get("state"), data.get("text") or "", data.get("report")
+    before = _known_before(run) if state not in ("running", "made") else None
+    if before is not None:
+        return RunRehearsal(mode=mode, state="made", text=before, at=to_time(run.created_at))
+    if newest is None:
+        text = _OFF if spec.code is None else _NOT_REHEARSED.format(_command(spec.code))
+        text = text if mode == "off" else _NONE_YET
+        return RunRehearsal(mode=mode, state="none", text=text)
     if state == "running":
         text = "A restart is rehearsed on this code now."
-        if ended:
+        if run.status.terminal:
             state, text = "not_made", "the run ended first"
     if state == "not_made":
         text = (
             f"The rehearsal of a restart could not be made: {text}. `everstep rehearse` makes it "
             "wherever the code can run."
         )
-    facts = {
-        "mode": mode,
-        "state": state,
-        "text": text,
-        "at": to_time(newest.at),
-    }
+    facts = {"mode": mode, "state": state, "text": text, "at": to_time(newest.at)}
     try:
         return RunRehearsal.model_validate({**facts, "report": report})
     except ValidationError:  # of another version, or written by a run's code
@@ -308,13 +287,36 @@ def run_rehearsal(spec: StoredSpec, found: Sequence[EventRow], *, ended: bool) -
         return RunRehearsal(mode=mode, state="not_made", text=text)
 
 
+def _known_before(run: RunRow) -> str | None:
+    """Return what a rehearsal before the submission showed; None if there was none. A tag that was
+    copied with a spec may be about other code."""
+    outcome, _, rest = run.tags.get(REHEARSAL_TAG, "").partition(" ")
+    digest, _, words = rest.partition(" ")
+    code = run.stored_spec.code
+    if outcome not in _BEFORE or len(digest) < 32 or code is None:
+        return None
+    try:
+        is_same = RunSpec.model_validate(run.spec).trained_digest.startswith(digest)
+    except ValidationError:  # of another version
+        is_same = False
+    return _BEFORE[outcome].format(words, _command(code)) if is_same else None
+
+
+def _command(code: CodeInSpec) -> str:
+    return rehearse_command(code.model_dump(), before=["SPEC.yaml"] if code.task else [])
+
+
+_BEFORE: Final = {
+    "equal": "Rehearsed before it was submitted: equal in every bit ({0}).",
+    "different": "Rehearsed before it was submitted: a restart changes what this code trains ({0})."
+    " `{1}` says what to write instead.",
+}
 _OFF: Final = "No restart is rehearsed on this code: recovery.rehearse is off."
 _NOT_REHEARSED: Final = (
     "Not rehearsed: recovery.rehearse is off. `{}` shows on any machine, within minutes, whether a "
     "restart changes what this code trains."
 )
 _NONE_YET: Final = (
-    "No restart was rehearsed on this code. With recovery.rehearse: warn that begins once a run is "
-    "a minute old and a processor is idle, if the code's steps are known; `everstep rehearse` does "
-    "it at any time."
+    "No restart was rehearsed on this code yet: if its steps are known, that begins once a run is "
+    "a minute old and a processor is idle. `everstep rehearse` does it at any time."
 )

@@ -167,10 +167,7 @@ async def get_rehearsal(run: VisibleRun, context: Context) -> RunRehearsal:
     """What a rehearsal of a restart on the run's code has shown (`recovery.rehearse`): equal in
     every bit, or what was first different and what to write instead."""
     found = await context.database_call(context.events.newest, run.id, EventKind.REHEARSAL)
-    ended = run.status.terminal
-    return await context.folded(
-        partial(protection.run_rehearsal, run.stored_spec, ended=ended), found
-    )
+    return await context.folded(partial(protection.run_rehearsal, run), found)
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))

@@ -106,7 +106,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         times=times,
         gpus={gpu.rank: gpu for gpu in times.gpus} if run.workers else {},
         rehearsal=await history.get_rehearsal(run, context),
-        is_own_loop=run.stored_spec.runs_own_function,
+        is_own_code=run.stored_spec.code is not None,
         most_ranks=MOST_RANKS,
         last_seq=run.last_seq,
         **await _from_annexes(context, run, caller),

@@ -90,7 +90,7 @@ class MeasuredTask(moving_buffers.MovingTask):
         return {"spread": Spread()}
 
     def metrics(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        return {"spread": (model(batch["x"], batch["index"]) - batch["y"],)}
+        return {"spread": (model(batch["x"]) - batch["y"],)}
 
 
 def measured_task() -> None:

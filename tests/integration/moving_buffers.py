@@ -19,7 +19,6 @@ from train_fn.samples.sampler import Sampler
 NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 90, 28, 6, 8
 """A global batch is five micro-batches, the last one of four samples; the fourth of an epoch has
 six samples in one."""
-LATE_STEP = 3
 SPEC = RunSpec.model_validate(
     {
         "name": "moving",
@@ -54,7 +53,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.x[index], "y": self.x[index].prod(), "index": torch.tensor(index)}
+        return {"x": self.x[index], "y": self.x[index].prod()}
 
 
 class Replaced(nn.Module):
@@ -95,47 +94,25 @@ class Queue(nn.Module):
         return found
 
 
-class Late(nn.Module):
-    """Moves two buffers from the fourth step on, one of them only by a batch that holds sample 7:
-    on one rank alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.total = nn.Module()
-        self.total.register_buffer("late", torch.zeros(4))
-        self.total.register_buffer("seventh", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        late, seventh = self.total.late, self.total.seventh
-        if self.training:
-            if self.steps >= LATE_STEP:
-                late += x.detach().mean(dim=0)  # type: ignore[operator]
-                if bool((index == 7).any()):
-                    seventh += x.detach().sum(dim=0)  # type: ignore[operator]
-            self.steps += 1
-        return x + 0.01 * late + 0.02 * seventh  # type: ignore[operator]
-
-
 class Moving(nn.Module):
     """Also a teacher, whose weights follow the student's in every forward pass in train mode."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.replaced, self.queue, self.late = Replaced(), Queue(), Late()
+        self.replaced, self.queue = Replaced(), Queue()
         self.norm, self.cumulative = nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None)
         self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
         self.register_buffer("unsaved", torch.zeros(4), persistent=False)
         self.head = nn.Linear(4, 1)
 
-    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             for own, other in zip(
                 self.teacher.parameters(), self.student.parameters(), strict=True
             ):
                 own.data = 0.5 * own.data + 0.5 * other.data
             self.unsaved += x.detach().mean(dim=0)  # type: ignore[operator]
-        x = self.late(self.queue(self.replaced(x)), index)
+        x = self.queue(self.replaced(x))
         x = self.cumulative(self.norm(x)) + 0.1 * self.unsaved
         return self.head(self.student(x) + self.teacher(x)).squeeze(1)
 
@@ -148,16 +125,14 @@ class MovingTask:
         return {"train": Rows(), "val": Rows()}
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        return F.mse_loss(model(batch["x"], batch["index"]), batch["y"], reduction="sum"), len(
-            batch["y"]
-        )
+        return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
 
 
 def moving_task() -> None:
     build.build_task = lambda spec: MovingTask()
 
 
-FIRST = ("queue.samples", "queue.pointer", "late.steps", "teacher.weight", "teacher.bias")
+FIRST = ("queue.samples", "queue.pointer", "teacher.weight", "teacher.bias")
 """Of these the value after the first micro-batch is committed, as the documentation has it."""
 
 
@@ -181,9 +156,7 @@ def plain_run(model: nn.Module, num_steps: int) -> nn.Module:
             chosen = torch.tensor(indices[begin : begin + MICRO_BATCH])
             one = copy.deepcopy(model)
             one.zero_grad()
-            loss, size = task.loss(
-                one, {"x": rows.x[chosen], "y": rows.x[chosen].prod(dim=1), "index": chosen}
-            )
+            loss, size = task.loss(one, {"x": rows.x[chosen], "y": rows.x[chosen].prod(dim=1)})
             (loss / len(indices)).backward()
             after.append(tensors_of(one))
             gradients.append(
@@ -207,6 +180,6 @@ def plain_run(model: nn.Module, num_steps: int) -> nn.Module:
 @torch.no_grad()
 def plain_val_loss(model: nn.Module) -> float:
     rows = Rows()
-    batch = {"x": rows.x, "y": rows.x.prod(dim=1), "index": torch.arange(NUM_SAMPLES)}
+    batch = {"x": rows.x, "y": rows.x.prod(dim=1)}
     loss, size = MovingTask().loss(copy.deepcopy(model).eval(), batch)
     return float(loss) / size

@@ -31,7 +31,6 @@ from train_fn.step.fingerprints import (
     local,
     settled,
 )
-from train_fn.step.report import StepTotals
 from train_fn.tasks.protocol import where
 
 if TYPE_CHECKING:
@@ -87,15 +86,15 @@ class StepAudit:
             return NOT_WATCHED
         return self._watch()
 
-    def check(self, totals: StepTotals) -> None:
+    def check(self) -> None:
         """Compare what the ranks computed, if this step is due. A collective in such a step, which
         leaves no trace.
 
         Raise Miscomputed on ranks that computed wrongly, or on all if it cannot be decided, and
         PeerMiscomputed on the others.
         """
-        if not self.is_due or totals.facts.num_with_news:
-            return  # with news, ranks have yet to agree on a tensor that forward passes change
+        if not self.is_due:
+            return
         replica = self._replica
         rank, world_size = replica.peers.rank, replica.peers.world_size
         audited = self._micro_of(self._audited_by(rank))

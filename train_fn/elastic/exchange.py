@@ -10,22 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from train_fn.elastic.bucket import Bucket, complete
+from train_fn.elastic.bucket import Bucket
 from train_fn.elastic.message import RankMessage, SlicedBucket, finish_all, sliced
-from train_fn.elastic.sum_tree import Completion, Fold, SumTree, completion, group_size
+from train_fn.elastic.sum_tree import Completion, SumTree, completion, group_size
 from train_fn.errors import BadTask
 from train_fn.samples.ledger import Count
 from train_fn.samples.sampler import Sampler
 from train_fn.step.buffers import StepValues
-from train_fn.step.late_changes import Change, LateChanges
 from train_fn.step.peers import Peers
 from train_fn.step.report import ReportRows, StepReport, StepTotals, Votes, totals_of
-from train_fn.step.untrained import Rule, TensorPlace, copy_all
+from train_fn.step.untrained import Rule, copy_all
 
 BUCKET_BYTES = 25 << 20
 """Largest bucket of several parameters."""
@@ -314,61 +312,3 @@ class TreeValues(StepValues):
         if self._means:
             copy_all([self._sums], self._exchange.values)
         super().write_to(tensors, num_samples)
-
-
-class _Pass(NamedTuple):
-    """One forward pass of this rank in the present step."""
-
-    number: int
-    num_samples: int
-
-
-class TreeLateChanges(LateChanges):
-    """Like ``LateChanges``, with sums in the tree's order: a rank keeps those of its nodes."""
-
-    def __init__(
-        self, places: list[TensorPlace], ignored: set[int], peers: Peers, exchange: Exchange
-    ) -> None:
-        super().__init__(places, ignored, peers)
-        self._exchange, self._passes = exchange, list[_Pass]()
-
-    def begin(self) -> None:
-        self._passes = []
-        super().begin()
-
-    def passes(self, num_samples: int, number: int) -> None:
-        if num_samples:  # else the pass of a step that was interrupted
-            self._passes.append(_Pass(number, num_samples))
-
-    def new_total(self, form: torch.Tensor) -> Fold[torch.Tensor]:
-        return Fold(self._exchange.tree, torch.Tensor.add)
-
-    def add_to_total(self, change: Change, value: torch.Tensor, num_samples: int) -> None:
-        if num_samples:
-            change.total.push(self._passes[-1].number, value.double() * num_samples)
-
-    def first_total(
-        self, before: torch.Tensor, now: torch.Tensor, own_samples: int, num_samples: int
-    ) -> Fold[torch.Tensor]:
-        """Return the sum over the passes so far, of which only the last one may have changed the
-        tensor."""
-        total: Fold[torch.Tensor] = self.new_total(now)
-        passes = self._passes if own_samples or num_samples else []
-        for position, done in enumerate(passes):
-            is_last = num_samples > 0 and position == len(passes) - 1
-            total.push(done.number, (now if is_last else before).double() * done.num_samples)
-        return total
-
-    def totals_over_ranks(self, numbers: list[int]) -> dict[int, torch.Tensor]:
-        mine = {
-            number: [(tuple(node), total.cpu()) for node, total in self.found[number].total.nodes]
-            for number in numbers
-        }
-        ranks = self._peers.gather(mine)
-        totals = {}
-        for number in numbers:
-            nodes = [entry for rank in ranks for entry in rank[number]]
-            shares = [range(start, stop) for (start, stop), _ in nodes]
-            plan = completion(self._exchange.tree, shares)
-            totals[number] = complete(plan, [total for _, total in nodes])
-        return totals

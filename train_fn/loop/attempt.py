@@ -88,7 +88,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     replica.together.require(totals)
     session.pass_gate()  # a collective if states are kept in pieces
     if training.audit is not None:
-        training.audit.check(totals)
+        training.audit.check()
     values = commit(training, totals)  # no collective: what one rank does here, all do
     training.ctx.on_commit()
     if progress.rescue is not None:

@@ -62,11 +62,12 @@ def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     """
     if replica.val_set is None or (not is_iterable(replica.val_set) and len(replica.val_set) == 0):
         return {}
+    replica.volatile.require_unchanged()
     metrics = {f"val_{name}": value for name, value in _averages(ctx, replica).items()}
     if replica.state.ema is not None:
         with replica.state.ema.in_place():
             metrics |= {f"ema_val_{name}": value for name, value in _averages(ctx, replica).items()}
-    replica.volatile.find_unnoticed()
+    replica.volatile.undo_evaluation()
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     return metrics

@@ -17,7 +17,7 @@ from train_fn.checks.fits import check_small_batch, smallest_micro_batch, trains
 from train_fn.checks.order import met_by_all
 from train_fn.checks.returns import check_gradients, check_moves, check_sum, uses_nothing
 from train_fn.checks.trained import GradientWatch, require_samples_kept
-from train_fn.elastic.exchange import TreeLateChanges, TreeValues
+from train_fn.elastic.exchange import TreeValues
 from train_fn.errors import few
 from train_fn.loop.sharded import GatheredWeights, passes_named, require_forgotten
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
@@ -26,7 +26,7 @@ from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import NOT_COMPARED, numerics_of
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.plain_attributes import PlainAttributes
-from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places
+from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places, with_their_like
 from train_fn.tasks.protocol import Sum, Task, where
 
 if TYPE_CHECKING:
@@ -89,14 +89,15 @@ def run_first_pass(
         )
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
-    build = partial(
-        VolatileBuffers, places, moving, ignored, peers, state.carry, runs_again=runs_again
-    )
-    if (tree := replica.exchange) is None:
-        return build()
-    return build(
-        make_values=partial(TreeValues, exchange=tree),
-        make_late=partial(TreeLateChanges, exchange=tree),
+    tree = replica.exchange
+    return VolatileBuffers(
+        places,
+        with_their_like(places, moving),
+        ignored,
+        peers,
+        state.carry,
+        runs_again=runs_again,
+        make_values=None if tree is None else partial(TreeValues, exchange=tree),
     )
 
 

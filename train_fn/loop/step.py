@@ -68,8 +68,6 @@ def run_passes(training: Training) -> StepTotals:
     volatile.wait()
     totals = exchange.take()
     if totals.fault(step, plan.num_samples) is None:
-        if totals.facts.num_with_news:
-            volatile.agree()
         if replica.used is not None:
             replica.used.drop_unused()
         if not exchange.digests_ahead:
@@ -106,7 +104,7 @@ def votes_of(training: Training) -> Votes:
     stop, committed, save = training.session.saver.decisions(progress.reported_checkpoint)
     volatile.start()
     stop = training.ctx.journal.stop_requested or stop
-    return Votes(stop, committed, save, volatile.has_news, progress.own_s)
+    return Votes(stop, committed, save, progress.own_s)
 
 
 def _start_digests(training: Training) -> None:

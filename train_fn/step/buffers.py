@@ -8,6 +8,7 @@ each micro-batch, or the value after the first one.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from train_fn.step.late_changes import LateChanges
+from train_fn.errors import BadTask
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import (
     Rule,
     TensorPlace,
+    TensorWatch,
     copy_all,
     is_alike,
     present,
@@ -27,26 +29,29 @@ from train_fn.step.untrained import (
     shape_fault,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class VolatileBuffers:
     """Track and commit the tensors that forward passes change in one replica.
 
     A step calls, in order: ``begin``; ``passed`` after each forward pass, and ``rewind`` before
-    each but the first; ``start`` before the last backward pass and ``wait`` after it; ``agree`` if
-    the totals say that some rank saw a tensor change for the first time; ``adopt``. A step that
-    fails calls ``put_back``.
+    each but the first; ``start`` before the last backward pass and ``wait`` after it; ``adopt``. A
+    step that fails calls ``put_back``.
+
+    Forward passes may change what ``moving`` names, from the first step on, and nothing else: what
+    changes later was copied by no rank, and others may not have changed it.
 
     Args:
         places: of all tensors that the optimizer does not change.
-        moving: numbers of places that are known to change, the same on every rank.
+        moving: numbers of places that may change, the same on every rank.
         ignored: numbers of places whose tensor depends on the batch alone (such as a mask of its
             length). They are left alone.
         carry: is called with the places that change.
         runs_again: whether backward passes run forward passes again, which changes buffers a second
             time.
-        make_values: makes the sums of tensors that are known to change; those here add up rank by
-            rank, in the order of ranks.
-        make_late: makes the watch over the others.
+        make_values: makes the sums of tensors that may change; those here add up rank by rank, in
+            the order of ranks.
     """
 
     def __init__(
@@ -59,20 +64,18 @@ class VolatileBuffers:
         *,
         runs_again: bool = False,
         make_values: Callable[..., StepValues] | None = None,
-        make_late: Callable[..., LateChanges] = LateChanges,
     ) -> None:
         self._places, self._peers, self._ignored, self._carry = places, peers, set(ignored), carry
         self._make_values = make_values or StepValues
         self._may_be_plain = peers.alone and not runs_again and make_values is None
-        self._late = make_late(places, self._ignored, peers)
         self._is_kept = self._is_plain = False
-        self._num_samples = self._own_samples = self._num_passes = 0
+        self._num_samples = self._num_passes = 0
         self._follow(moving)
 
     def _follow(self, moving: Iterable[int]) -> None:
         """Follow these places as the moving ones, starting from their current values."""
         self._moving = sorted(set(moving) - self._ignored)
-        self._late.watch_others(self._moving)
+        self._watch_others()
         self._carry(self.moving)
         self._slots = [(place.holder, place.key) for place in self.moving]
         self._tensors = [present(place) for place in self.moving]
@@ -89,10 +92,12 @@ class VolatileBuffers:
         """Return the places of the tensors that depend on the batch alone."""
         return [self._places[number] for number in sorted(self._ignored)]
 
-    @property
-    def has_news(self) -> bool:
-        """Return whether this rank saw a tensor change that the ranks have not agreed on."""
-        return bool(self._late.found)
+    def _watch_others(self) -> None:
+        """Watch what no forward pass may change, from the present values."""
+        skipped = self._ignored.union(self._moving)
+        self._others = TensorWatch(
+            {number: place for number, place in enumerate(self._places) if number not in skipped}
+        )
 
     def renew(self) -> None:
         """Make all current values the new baseline. Call this after the state was restored, or
@@ -102,14 +107,14 @@ class VolatileBuffers:
     def rebase(self) -> None:
         """Take the present values for those between two steps, after code of the task has changed
         some within the commit. Also save what it changed that the ``state_dict`` leaves out."""
-        self._carry(self._late.unsaved_changes())
+        self._carry([self._places[number] for number in self._others.unsaved_changes()])
         if any(
             holder[key] is not tensor
             for (holder, key), tensor in zip(self._slots, self._tensors, strict=True)
         ):
             self._follow(self._moving)
         else:
-            self._late.watch_others(self._moving)
+            self._watch_others()
 
     # -- a step
 
@@ -121,8 +126,9 @@ class VolatileBuffers:
             num_passes: forward passes of this rank.
         """
         self._is_plain = self._may_be_plain and num_passes == 1
-        self._num_samples, self._own_samples, self._num_passes = num_samples, 0, 0
-        self._late.begin()
+        self._num_samples, self._num_passes = num_samples, 0
+        if moved := self._others.moved():  # for example by an optimizer hook
+            self._others.refresh(moved)
         self._is_kept = True
         copy_all(self._before, self._tensors)
 
@@ -131,19 +137,13 @@ class VolatileBuffers:
         pass."""
         self._put_own_in_place()
         copy_all(self._tensors, self._before)
-        if self._late.found:
-            self._late.rewind()
 
     def passed(self, num_samples: int, number: int = 0) -> None:
         """Add the values after a forward pass on ``num_samples`` samples. That is 0 if this rank
         ran the pass only because its peers did. ``number`` is that of its micro-batch."""
         is_first = self._num_passes == 0
-        self._late.passes(num_samples, number)
-        fault = self._late.note(num_samples, self._own_samples, is_first=is_first)
-        if fault is not None:
-            raise fault
+        self._require_others_unchanged()
         self._num_passes += 1
-        self._own_samples += num_samples
         if not self._tensors:
             return
         now = self.now()
@@ -175,13 +175,28 @@ class VolatileBuffers:
         elif self._tensors:
             self._values.write_to(self._tensors, self._num_samples)
         self._is_kept = False
-        if self._late.found and (agreed := self._late.adopt()):
-            self._follow([*self._moving, *agreed])
 
-    def agree(self) -> None:
-        """Agree over ranks on which tensors changed for the first time in this step, and on their
-        values. All ranks call this at the same step."""
-        self._late.agree(self.moving, self._num_samples, self._own_samples)
+    def _require_others_unchanged(self) -> None:
+        """Raise BadTask if a forward pass changed a tensor that no pass may change."""
+        moved = self._others.moved()
+        for number in moved:
+            place, kept = self._places[number], self._others.kept(number)
+            now = place.tensor
+            if now is None or not is_alike(now, kept.form):
+                if fault := shape_fault(place, now, kept.form):
+                    raise fault
+                self._ignored.add(number)  # it depends on the batch, as a cache of its length does
+                self._others.drop([number])
+            elif kept.copy is None or kept.differs(now):
+                raise BadTask(
+                    f"a forward pass changed {place.name}, which the first batch of this attempt "
+                    "left alone. Ranks agree only on what passes change from the first step on. "
+                    "Give it its value in build_model, change it in every forward pass (with a "
+                    "weight of 0 where nothing is to change), or change it in after_step or "
+                    "on_epoch_end"
+                )
+            else:
+                self._others.refresh([number])
 
     def before_step(self) -> list[tuple[TensorPlace, torch.Tensor]] | None:
         """Return the places that forward passes change, each with its value from the beginning of
@@ -191,13 +206,13 @@ class VolatileBuffers:
         """
         if not self._is_kept:
             return []
-        if self._late.has_any():
+        if self._others.moved() or self._others.differing():
             return None
         return list(zip(self.moving, self._before, strict=True))
 
     def rehearse(self) -> None:
         """Compare contents once, as ``before_step`` may have to where no kernel can be loaded."""
-        self._late.unnoticed()
+        self._others.differing()
 
     def put_back(self) -> list[str]:
         """Undo the changes that forward passes made in a step that was not committed.
@@ -207,13 +222,15 @@ class VolatileBuffers:
         """
         torn: list[int] = []
         if self._is_kept:
-            torn = self._late.put_back(self._own_samples, is_first=self._num_passes == 0)
+            torn = self._put_others_back(self._others.moved())
             try:
                 self.rewind()
             except RuntimeError:  # a tensor took another shape through its .data
                 torn += self._moving
         self._is_kept = False
-        return [self._places[number].name for number in torn + self._late.unnoticed()]
+        return [
+            self._places[number].name for number in dict.fromkeys(torn + self._others.differing())
+        ]
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
@@ -229,7 +246,7 @@ class VolatileBuffers:
             for holder, key, tensor in slots:
                 holder[key] = tensor
             copy_all(self.now(), now)
-            self._late.put_back_new()
+        self._require_others_unchanged()
 
     def now(self) -> list[torch.Tensor]:
         """Return the tensors that are in place now. Where the shape has changed, return the one
@@ -245,6 +262,18 @@ class VolatileBuffers:
                     raise fault
                 now[at] = own
         return now  # type: ignore[return-value]
+
+    def _put_others_back(self, numbers: Iterable[int]) -> list[int]:
+        """Undo changes of what no pass may change. Return the numbers of those that cannot be."""
+        torn = []
+        for number in numbers:
+            place, kept = self._places[number], self._others.kept(number)
+            now = place.tensor
+            if not place.is_saved and (now is None or not is_alike(now, kept.form)):
+                continue  # it depends on the batch
+            if not self._others.put_back(number):
+                torn.append(number)
+        return torn
 
     def _put_own_in_place(self) -> None:
         for (holder, key), tensor in zip(self._slots, self._tensors, strict=True):
@@ -264,10 +293,31 @@ class VolatileBuffers:
             self.rewind()
             self._is_kept = False
 
-    def find_unnoticed(self) -> None:
-        """Find tensors that were written through ``.data`` or changed by an evaluation, and follow
-        them from now on. Call this between two steps."""
-        self._late.find_unnoticed()
+    def require_unchanged(self) -> None:
+        """Raise BadTask if something was changed that no pass may change, without a sign of it.
+        Compares contents."""
+        if names := [self._places[number].name for number in self._others.differing()]:
+            raise BadTask(
+                f"{', '.join(names)} changed through .data, which ranks cannot follow. Change it "
+                "in every forward pass without .data, or in after_step or on_epoch_end"
+            )
+
+    def undo_evaluation(self) -> None:
+        """Undo what an evaluation changed of what no pass may change, and say so."""
+        changed = {*self._others.moved(), *self._others.differing()}
+        torn = self._put_others_back(changed)
+        names = ", ".join(self._places[number].name for number in sorted(changed))
+        if torn:
+            raise BadTask(
+                f"an evaluation changed {names}, of which no copy is kept because it is large. "
+                "Leave it alone in eval mode, or change it in on_epoch_end"
+            )
+        if names:
+            logger.warning(
+                "an evaluation changed %s, and that was undone: an evaluation keeps nothing. "
+                "Change it in on_epoch_end instead",
+                names,
+            )
 
 
 # ---------------------------------------------------------------- step values

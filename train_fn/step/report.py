@@ -29,8 +29,6 @@ class Votes(NamedTuple):
     """Step of a newly committed checkpoint to report; 0 for none."""
     save: bool = False
     """Whether to save the state after this step."""
-    has_news: bool = False
-    """Whether this rank saw a tensor change that the ranks have not agreed on."""
     own_s: float = 0.0
     """Seconds of this rank's own work in the step before."""
 
@@ -90,9 +88,6 @@ class StepFacts(NamedTuple):
     cancels: int
     pauses: int
     saves: int
-    num_with_news: int = 0
-    """Ranks that saw a forward pass change a tensor that the ranks have not agreed on yet
-    (``VolatileBuffers.agree``)."""
 
     @property
     def stop(self) -> Stop | None:
@@ -227,10 +222,10 @@ def decode_integers(sums: bytes, ends: Sequence[int]) -> list[int]:
 # Each rank receives the rows of all ranks, and computes the step's totals from them. So losses and
 # weights are exact, and the same at every world size: ``math.fsum`` rounds once.
 
-_FIXED = struct.Struct("<QqqqQQQdQQQI6?")
+_FIXED = struct.Struct("<QqqqQQQdQQQI5?")
 """Steps done and one more, which is never 0; samples, unexpected, missing, hash; fingerprint; a
 checkpoint's step; seconds of own work; updates, hash of names, batch; how many numbers; cancel,
-pause, save, news, ended, epoch's end."""
+pause, save, ended, epoch's end."""
 
 
 class ReportRows:
@@ -262,7 +257,6 @@ class ReportRows:
             votes.stop == "cancel",
             votes.stop == "pause",
             votes.save,
-            votes.has_news,
             report.has_ended,
             report.ends_epoch,
         )
@@ -271,7 +265,7 @@ class ReportRows:
     def decode(self, data: bytes) -> StepReport | None:
         """Return the report of a rank; None if it sent nothing."""
         fixed = _FIXED.unpack_from(data)
-        mark, counts, (cancel, pause, save, news, *ends) = fixed[0], fixed[1:5], fixed[12:]
+        mark, counts, (cancel, pause, save, *ends) = fixed[0], fixed[1:5], fixed[12:]
         fingerprint, saved, own_s, num_updates, names_hash, batch, length = fixed[5:12]
         if mark == 0:
             return None
@@ -281,7 +275,7 @@ class ReportRows:
             Count(*counts),
             self._numbers.unpack_from(data, _FIXED.size)[:length],
             fingerprint,
-            Votes(stop, saved, save, news, own_s),
+            Votes(stop, saved, save, own_s),
             num_updates,
             ends[0],
             names_hash,
@@ -316,7 +310,6 @@ def totals_of(reports: Sequence[StepReport | None]) -> StepTotals:
         sum(each.stop == "cancel" for each in votes),
         sum(each.stop == "pause" for each in votes),
         sum(each.save for each in votes),
-        sum(each.has_news for each in votes),
     )
     return StepTotals(
         _total([loss for report in found for loss in report.numbers[::2]]),

@@ -51,9 +51,9 @@ the world size."""
 NUM_OF_RANK = 2 + NUM_OF_HEADER
 """All slots of a rank."""
 _SLOT_BITS = 12
-_FIELDS = "QBIIIQBBBB"
+_FIELDS = "QBIIIQBBB"
 """Formats of weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's
-step; cancel, pause, save, news."""
+step; cancel, pause, save."""
 _INTEGERS = struct.Struct(f"<{_FIELDS}")
 NUM_SUMMED = NUM_FRACTIONS + _INTEGERS.size + HASH_BYTES
 """The numbers before the slots of each rank."""
@@ -171,13 +171,13 @@ class ReportSums:
     def gradient(self, votes: Votes = NO_VOTES) -> torch.Tensor:
         """Return the numbers that ``backward`` sends, in a tensor that the next call overwrites.
         Nothing here waits for a CUDA device."""
-        stop, checkpoint_step, save, has_news, own_s = votes
+        stop, checkpoint_step, save, own_s = votes
         world_size, rank = self._peers.world_size, self._peers.rank
         loss, weight, (samples, encoded_hash) = self._loss, self._weight, self._expected
         nonfinite = not math.isfinite(loss)
         whole = math.floor(weight) if 0 <= weight < MAX_EXACT_WEIGHT else 0
         counts = (samples.num_samples, samples.num_unexpected, samples.num_missing)
-        requests = (checkpoint_step, stop == "cancel", stop == "pause", save, has_news)
+        requests = (checkpoint_step, stop == "cancel", stop == "pause", save)
         fields = encode_fields((whole, nonfinite, *counts, *requests), world_size)
         fractions = (
             world_size * loss,

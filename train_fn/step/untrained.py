@@ -261,12 +261,15 @@ class TensorWatch:
         self._look()
         return True
 
-    def drop(self, numbers: Iterable[int]) -> dict[int, EarlierValue]:
-        """Stop watching these places. Return their kept values by number."""
-        dropped = {number: self._kept.pop(number) for number in numbers if number in self._kept}
-        if dropped:
-            self._look()
-        return dropped
+    def kept(self, number: int) -> EarlierValue:
+        """Return the baseline at this place."""
+        return self._kept[number]
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Stop watching these places."""
+        for number in numbers:
+            self._kept.pop(number, None)
+        self._look()
 
     def _look(self) -> None:
         places = [self._places[number] for number in self._kept]
@@ -310,6 +313,7 @@ class WarmUp:
         ]
         self._empty = [place for place in named if place.tensor is None]
         self._kept = keep(map(present, places))
+        self._marks = marks_of([kept.tensor for kept in self._kept])
         self._seen: dict[int, EarlierValue] = {}
         for at, (place, kept) in enumerate(zip(places, self._kept, strict=True)):
             if kept.copy is None and (is_fresh or not place.is_saved):
@@ -324,6 +328,7 @@ class WarmUp:
         """
         faults = [shape_fault(place, place.tensor, None) for place in self._empty]
         moving, ignored = set(), set()
+        marks = marks_of([kept.tensor for kept in self._kept])
         for number, (place, kept) in enumerate(zip(self._places, self._kept, strict=True)):
             now = place.tensor
             if now is None or not is_alike(now, kept.form):
@@ -332,7 +337,11 @@ class WarmUp:
             elif not place.is_saved and now is not kept.tensor and not kept.differs(now):
                 # Each pass creates it from values that training does not change, such as a mask.
                 ignored.add(number)
-            elif now is not kept.tensor or kept.differs(now):
+            elif (
+                now is not kept.tensor
+                or kept.differs(now)
+                or marks[number] != self._marks[number]  # written with the same values
+            ):
                 moving.add(number)
                 [self._seen[number]] = keep([now], _SEEN_BYTES)
         for fault in faults:
@@ -371,6 +380,30 @@ class WarmUp:
             place.holder[place.key] = None
 
 
+def with_their_like(places: Sequence[TensorPlace], moving: set[int]) -> set[int]:
+    """Return the numbers of the places that forward passes may change, by those that a first pass
+    has changed.
+
+    Also the same buffer of every other module of such a class, since blocks may be dropped at
+    random; and running statistics of any normalization, which a task may unfreeze later. Those of
+    float64 are left out while they are frozen: a mean of equal values may round.
+    """
+    like = {(type(places[at].module), places[at].key) for at in moving if places[at].is_buffer}
+    return moving | {
+        number
+        for number, place in enumerate(places)
+        if place.is_buffer
+        and (
+            (type(place.module), place.key) in like
+            or (
+                isinstance(place.module, _NormBase)
+                and place.module.running_mean is not None
+                and place.module.running_mean.dtype != torch.float64
+            )
+        )
+    }
+
+
 # ---------------------------------------------------------------- buffer rules
 
 # Choose which value a step commits for each tensor that forward passes change.
@@ -386,13 +419,13 @@ class WarmUp:
 Rule = Literal["mean", "first"]
 
 
-def rules_of(places: Sequence[TensorPlace], others: Sequence[TensorPlace] = ()) -> list[Rule]:
+def rules_of(places: Sequence[TensorPlace]) -> list[Rule]:
     """Return which value the step commits for each of ``places``.
 
-    This depends on what else changes in a tensor's module, among ``places`` and ``others``. Raise
-    BadTask for a module whose ``buffers_take`` is neither 'mean' nor 'first'.
+    This depends on what else changes in a tensor's module. Raise BadTask for a module whose
+    ``buffers_take`` is neither 'mean' nor 'first'.
     """
-    counting = {place.module for place in (*places, *others) if not _is_number(place)}
+    counting = {place.module for place in places if not _is_number(place)}
     rules: list[Rule] = []
     for place in places:
         asked = getattr(place.module, "buffers_take", None)

@@ -10,7 +10,14 @@ from torch import nn
 from train_fn.errors import BadTask
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
-from train_fn.step.untrained import TensorPlace, WarmUp, keep, rules_of, untrained_places
+from train_fn.step.untrained import (
+    TensorPlace,
+    WarmUp,
+    keep,
+    rules_of,
+    untrained_places,
+    with_their_like,
+)
 
 ALONE = Peers(0, 1, torch.device("cpu"))
 
@@ -47,7 +54,7 @@ def test_untrained_tensors_are_visited_once_and_none_that_shares_memory_with_tra
 
 
 @pytest.mark.parametrize("how", ["in place", "another tensor", "data"])
-def test_what_moves_late_is_put_back_by_whichever_way_it_moved(how: str) -> None:
+def test_what_moves_late_is_refused_and_put_back_by_whichever_way_it_moved(how: str) -> None:
     model = Bag()
     volatile, _ = volatile_of(model, "two")
     volatile.begin(10, 2)
@@ -61,31 +68,40 @@ def test_what_moves_late_is_put_back_by_whichever_way_it_moved(how: str) -> None
         case "data":
             model.one.data = model.one + 1
     model.two += 7
-    volatile.passed(5)
-    assert volatile.has_news
+    places = "build_model.*every forward pass.*after_step or on_epoch_end"
+    with pytest.raises(BadTask, match=f"changed one, which the first batch.*{places}"):
+        volatile.passed(5)
     assert volatile.put_back() == []
     assert (model.one.tolist(), model.two.tolist()) == ([0.0, 1.0, 2.0, 3.0], [1.0] * 3)
 
 
-def test_the_step_in_which_something_moves_for_the_first_time_commits_the_rule() -> None:
+def test_a_write_that_changes_nothing_is_no_change() -> None:
     model = Bag()
-    volatile, _ = volatile_of(model)
-    volatile.begin(10, 3)
-    for size, change in ((4, 0.0), (4, 5.0), (2, 10.0)):
-        if change > 5:
-            assert model.one.tolist() == [0.0, 1.0, 2.0, 3.0]
-        with torch.no_grad():
-            model.one += change
-            model.frozen += change
-        volatile.passed(size)
-        volatile.rewind()
-    volatile.agree()
-    volatile.adopt()
-    assert model.one.tolist() == [4.0, 5.0, 6.0, 7.0], (
-        "the mean of 0, 5 and 10, weighted by 4, 4 and 2"
-    )
-    assert model.frozen.tolist() == [2.0] * 4, "the first micro-batch did not move it"
-    assert {place.name for place in volatile.moving} == {"one", "frozen"}
+    volatile, _ = volatile_of(model, "two")
+    volatile.begin(5, 1)
+    for _ in range(2):
+        model.one.copy_(torch.arange(4.0))
+        model.frozen.data = model.frozen.data.clone()
+        volatile.passed(5)
+    assert volatile.put_back() == []
+
+
+def test_a_large_one_that_the_first_pass_only_wrote_is_followed() -> None:
+    model = Bag()
+    places = untrained_places(model, [model.trained])
+    warm_up = WarmUp(model, places, is_fresh=True)
+    model.one.copy_(torch.arange(4.0))
+    assert [places[number].name for number in warm_up.look()[0]] == ["one"]
+
+
+def test_blocks_that_the_first_batch_leaves_out_and_frozen_statistics_are_followed() -> None:
+    model = nn.ModuleList([Bag(), Bag(), nn.BatchNorm1d(2).eval(), nn.BatchNorm1d(2).double()])
+    trained = [each for each in model.parameters() if each.requires_grad]
+    places = untrained_places(model, trained)
+    moving = {at for at, place in enumerate(places) if place.name in ("0.one", "0.frozen")}
+    followed = sorted(places[number].name for number in with_their_like(places, moving))
+    statistics = ("num_batches_tracked", "running_mean", "running_var")
+    assert followed == ["0.frozen", "0.one", "1.one", *(f"2.{each}" for each in statistics)]
 
 
 def test_a_write_in_place_through_data_that_nobody_noticed_makes_the_state_torn() -> None:
@@ -94,24 +110,16 @@ def test_a_write_in_place_through_data_that_nobody_noticed_makes_the_state_torn(
     volatile.begin(5, 1)
     model.frozen.data.mul_(0.5)
     volatile.passed(5)
-    assert not volatile.has_news
     assert volatile.put_back() == ["frozen"]
 
 
-def test_a_write_that_nobody_noticed_is_found_after_an_evaluation_and_followed() -> None:
+def test_a_write_that_nobody_noticed_is_refused_before_an_evaluation() -> None:
     model = Bag()
     volatile, _ = volatile_of(model, "two")
-    volatile.begin(5, 1)
+    volatile.require_unchanged()
     model.frozen.data.mul_(0.5)
-    volatile.passed(5)
-    volatile.adopt()
-    volatile.find_unnoticed()
-    volatile.begin(5, 1)
-    model.frozen.data.mul_(0.5)
-    volatile.passed(5)
-    assert volatile.has_news
-    assert volatile.put_back() == []
-    assert model.frozen.tolist() == [1.0] * 4
+    with pytest.raises(BadTask, match=r"frozen changed through \.data.*after_step or on_epoch_end"):
+        volatile.require_unchanged()
 
 
 def test_an_evaluation_leaves_no_trace() -> None:
@@ -123,8 +131,10 @@ def test_an_evaluation_leaves_no_trace() -> None:
             assert model.two.tolist() == [1.0] * 3
             model.two += 1
     model.one.add_(1)  # what was not known to move
-    volatile.find_unnoticed()
+    model.frozen.data.mul_(0.5)
+    volatile.undo_evaluation()
     assert (model.one.tolist(), model.two.tolist()) == ([0.0, 1.0, 2.0, 3.0], [1.0] * 3)
+    assert model.frozen.tolist() == [2.0] * 4
 
 
 def test_what_the_optimizers_hooks_move_between_two_steps_is_no_change_of_the_next_one() -> None:
@@ -136,7 +146,6 @@ def test_what_the_optimizers_hooks_move_between_two_steps_is_no_change_of_the_ne
     model.one.add_(1)
     volatile.begin(5, 1)
     volatile.passed(5)
-    assert not volatile.has_news
     model.one.add_(1)
     assert volatile.put_back() == []
     assert model.one.tolist() == [1.0, 2.0, 3.0, 4.0]
@@ -163,7 +172,6 @@ def test_a_buffer_of_the_state_that_takes_another_shape_is_refused_by_name_and_p
     model.loose = torch.ones(9)  # follows from the batch
     volatile.passed(5)
     volatile.adopt()
-    assert not volatile.has_news
 
 
 def test_a_first_pass_that_gives_a_buffer_its_shape_is_refused_by_name() -> None:
@@ -210,7 +218,6 @@ def test_an_unsaved_buffer_that_is_made_anew_with_the_same_contents_is_left_alon
     volatile.begin(5, 1)
     model.loose = model.loose.clone()
     volatile.passed(5)
-    assert not volatile.has_news
 
 
 def test_of_what_is_large_a_sample_is_kept() -> None:

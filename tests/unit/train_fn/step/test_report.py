@@ -37,11 +37,10 @@ def sent(*reports: StepReport) -> StepTotals:
 def test_votes_of_any_rank_reach_all() -> None:
     totals = sent(
         report(4, 1, 0.5, save=True, checkpoint_step=3),
-        report(4, 2, 0.5, stop="cancel", has_news=True),
+        report(4, 2, 0.5, stop="cancel"),
     )
     facts = totals.facts
     assert (facts.stop, facts.save, facts.checkpoint_step) == ("cancel", True, 3)
-    assert facts.num_with_news == 1
     assert not totals.are_ranks_apart
     assert totals.counted() == Count(20, 0, 0, 3), "hashes are added modulo 2**64"
 

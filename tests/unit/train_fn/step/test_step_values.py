@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from train_fn.errors import BadTask
 from train_fn.step import untrained
 from train_fn.step.buffers import StepValues, VolatileBuffers
 from train_fn.step.peers import Peers
@@ -51,5 +52,6 @@ def test_a_late_change_of_a_tensor_without_a_copy_cannot_be_put_back(
     volatile.begin(5, 2)
     volatile.passed(3)
     model.large += 1
-    volatile.passed(2)
+    with pytest.raises(BadTask, match="changed large"):
+        volatile.passed(2)
     assert volatile.put_back() == ["large"]

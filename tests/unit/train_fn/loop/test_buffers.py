@@ -1,7 +1,8 @@
-"""Running statistics where backward passes run forward passes again: gradient checkpointing."""
+"""Running statistics where backward passes run forward passes again, or that are unfrozen later."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,43 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from everstep.spec.run_spec import RunSpec
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.moving_buffers import Rows
 from tests.support.one_rank import one_rank, small_task_alone
-from tests.unit.train_fn.loop.test_buffers import SPEC, model_of
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import build
 from train_fn.loop.attempt import train
 
 pytestmark = pytest.mark.own_process
+
+SPEC = RunSpec.model_validate(
+    {
+        "name": "buffers",
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+        "train": {
+            "epochs": 1,
+            "global_batch_size": 10,
+            "micro_batch_size": 7,
+            "loader": {"num_workers": 0},
+        },
+        "checkpoint": {"every_steps": 100},
+    }
+)
+
+
+def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
+    store = CheckpointStore(run_dir)
+    newest = store.list()[-1]
+    found: dict[str, torch.Tensor] = torch.load(
+        io.BytesIO(store.read_file(newest.name, "model.pt")), weights_only=True
+    )
+    return found
 
 
 class Normed(nn.Module):
@@ -55,6 +83,32 @@ class Task:
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+class Unfreezes(Task):
+    """Trains its statistics from the second epoch on."""
+
+    def build_model(self) -> nn.Module:
+        super().build_model()
+        self.model.norm.eval()
+        return self.model
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        self.model.norm.train()
+
+
+def test_statistics_that_are_unfrozen_later_are_those_of_the_steps_since(tmp_path: Path) -> None:
+    raw = SPEC.model_dump()
+    spec = RunSpec.model_validate({**raw, "train": {**raw["train"], "epochs": 2}})
+    run_dir, task = (
+        RunDir(open_storage(str(tmp_path)), "run_unfreezes"),
+        Unfreezes(checkpointed=False),
+    )
+    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "build_task", lambda spec: task)
+        assert train(one_rank(spec, run_dir)) is None
+    found = model_of(run_dir)
+    assert int(found["norm.num_batches_tracked"]) == 9 and bool(found["norm.running_mean"].any())
 
 
 @pytest.mark.parametrize("micro_batch_size", [10, 5])
