@@ -18,7 +18,7 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import build, departure, replica
+from train_fn.loop import build, departure, replica, training
 from train_fn.loop.attempt import train
 from train_fn.node import device as broken_device
 from train_fn.recovery.evidence import StepFailed
@@ -174,7 +174,7 @@ def test_a_failure_before_the_state_is_restored_leaves_none(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(replica.Replica, "join", raising)
+        patch.setattr(training, "join", raising)
         failed = fail(run_dir, 1)
     assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (
         None,
@@ -236,7 +236,7 @@ def test_a_failed_rank_lets_its_peers_go_before_anything_that_takes_time(
     """Nothing may keep DDP alive when the process group ends: it would wait for its peers."""
     wrapped: list[weakref.ref[Any]] = []
     iterators: list[weakref.ref[Any]] = []
-    join, load = replica.Replica.join, Loader.__init__
+    join, load = training.join, Loader.__init__
 
     def join_as_one_of_several(self: replica.Replica, **begins: Any) -> None:
         join(self, **begins)
@@ -258,7 +258,7 @@ def test_a_failed_rank_lets_its_peers_go_before_anything_that_takes_time(
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
-    monkeypatch.setattr(replica.Replica, "join", join_as_one_of_several)
+    monkeypatch.setattr(training, "join", join_as_one_of_several)
     monkeypatch.setattr(Loader, "__init__", load_and_watch)
     break_after_step_3(monkeypatch)
     calls = Calls(monkeypatch)
