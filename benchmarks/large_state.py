@@ -44,7 +44,7 @@ STAGES = {
     "read": "train_fn.snapshots.store:read_state",
     "check data": "train_fn.loop.training:check_data",
     "check model": "train_fn.loop.training:check_model",
-    "first pass": "train_fn.loop.replica:Replica.join",
+    "first pass": "train_fn.loop.training:join",
     "broadcast": "train_fn.session.session:broadcast",
     "load": "train_fn.state.train_state:TrainState.load_state_dict",
     "step": "train_fn.loop.attempt:take_step",

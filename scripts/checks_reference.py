@@ -49,6 +49,7 @@ OF_FILES = {
     "train_fn/loop/own_step.py": (Moment.LOSS, "none"),
     "train_fn/loop/replica.py": (Moment.FIRST_PASS, "none"),
     "train_fn/loop/sharded.py": (Moment.BUILT, "none"),
+    "train_fn/loop/step.py": (Moment.LOSS, "none"),
     "train_fn/loop/training.py": (Moment.RESTORED, "none"),
     "train_fn/models.py": (Moment.BUILT, "none"),
     "train_fn/own_loop.py": (Moment.LEAVING, "none"),

@@ -19,10 +19,10 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_546,
+    "everstep": 15_545,
     "storage": 5_767,
     "service": 27_512,
-    "train_fn": 49_047,
+    "train_fn": 49_041,
     "tests": 91_465,
 }
 """Lines of Python below each folder."""
@@ -30,7 +30,7 @@ MAX_FILES_A_FOLDER: dict[str, int] = {}
 """Folders that still have more than MAX_FILES_ELSEWHERE files."""
 MAX_FILES_ELSEWHERE = 15
 MAX_DOUBLED_NAMES = 5
-MAX_IN_CIRCLES = {"everstep": 4, "storage": 0, "service": 21, "train_fn": 11}
+MAX_IN_CIRCLES = {"everstep": 4, "storage": 0, "service": 21, "train_fn": 0}
 """Files of each house that import each other in a circle, imports for types alone included."""
 
 

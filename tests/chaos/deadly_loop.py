@@ -211,7 +211,7 @@ def _in_an_earlier_backward(strike: Strike) -> None:
 def _in_backward(
     strike: Strike, fall: Callable[[torch.device], None], *, is_last: bool = True
 ) -> None:
-    join = Replica.join
+    join = preparing.join
 
     def join_and_watch(self: Replica, **how: bool) -> None:
         join(self, **how)
@@ -225,7 +225,7 @@ def _in_backward(
         # the first parameter's gradient is the last to come
         self.parameters[0].register_hook(gradient_is_there)
 
-    Replica.join = join_and_watch  # type: ignore[method-assign]
+    preparing.join = join_and_watch
 
 
 def _in_commit(strike: Strike) -> None:

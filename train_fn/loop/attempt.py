@@ -7,6 +7,7 @@ group of another size, and at the end.
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
@@ -18,14 +19,16 @@ from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, 
 from train_fn.loop.departure import Rescue, leave
 from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
 from train_fn.loop.replica import Replica
-from train_fn.loop.step import run_passes
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
+from train_fn.samples.ledger import Count, difference
+from train_fn.samples.sampler import MicroBatch
 from train_fn.session.report import Reporter
 from train_fn.snapshots.leaving import leave as leave_state
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
 from train_fn.step.precision import reproducibility
+from train_fn.step.report import StepTotals, Votes
 from train_fn.tasks.protocol import step_method
 
 __all__ = ["build_once", "train", "train_openly"]
@@ -106,6 +109,97 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     is_best = stop is None and close_boundary(training)
     session.keep(is_due=facts.save, is_best=is_best)
     return is_best, stop
+
+
+# ---------------------------------------------------------------- passes
+
+# One step of one rank up to the gate: its micro-batches forward and backward.
+
+
+def run_passes(training: Training) -> StepTotals:
+    """Compute the gradients of the global batch's mean loss, and exchange the step's totals.
+
+    A collective. It returns on every rank, or on none, with the same totals and gradients.
+    """
+    replica, exchange = training.replica, training.exchange
+    step, volatile = replica.state.step, replica.volatile
+    plan = replica.plans.of(step)
+    exchange.begin(plan)
+    passes = exchange.passes(plan.share)
+    training.begin(plan.num_samples, len(passes))
+    for position, micro in enumerate(passes):
+        batch, differs, own_samples, number = None, None, 0, 0 if micro is None else micro.number
+        if position < len(plan.share):
+            batch, differs = load_next(training, plan.share[position], plan.hashes[position])
+            own_samples = len(plan.share[position].indices)
+        elif micro is not None:
+            batch = replica.load(micro).batch
+        is_last = position == len(passes) - 1
+        with exchange.around(is_last), training.watched(number):
+            if position:
+                volatile.rewind()
+            replica.seed(step, number)
+            loss_sum, weight = exchange.forward(batch, own_samples)
+            volatile.passed(own_samples, number)
+            exchange.add(loss_sum, weight, differs)
+            if is_last:
+                exchange.last_pass(loss_sum, number, votes_of(training))
+            else:
+                exchange.pass_back(loss_sum, number)
+    if not passes:
+        exchange.last_pass(None, None, votes_of(training))
+    training.loader.prefetch()  # the device computes meanwhile
+    # A GPU digests the sums once it has them, while this thread waits. A CPU may not have them yet.
+    if exchange.digests_ahead:
+        _start_digests(training)
+    volatile.wait()
+    totals = exchange.take()
+    if totals.fault(step, plan.num_samples) is None:
+        if replica.used is not None:
+            replica.used.drop_unused()
+        if not exchange.digests_ahead:
+            _start_digests(training)
+    training.progress.own_s = training.clock.gate()
+    return totals
+
+
+def load_next(
+    training: Training, micro: MicroBatch, expected_hash: int
+) -> tuple[Any | None, Count | None]:
+    """Return the next batch of the loader, and how its samples differ from those of ``micro``."""
+    replica, progress = training.replica, training.progress
+    state = replica.state
+    progress.phase = "data"
+    loaded = next(training.loader)
+    if loaded.batch is None:
+        replica.note_empty()
+    differs = difference(state.epoch, state.step, micro.indices, loaded.indices, expected_hash)
+    if state.bookmarks is not None:
+        state.bookmarks.note(loaded)
+    progress.phase = "step"
+    return loaded.batch, differs
+
+
+def votes_of(training: Training) -> Votes:
+    """Start to exchange what forward passes changed, and return what this rank asks for. Every rank
+    calls this once a step, before its last backward pass.
+
+    Raise PeersGone if the attempt was given up.
+    """
+    training.session.require_current()
+    progress, volatile = training.progress, training.replica.volatile
+    stop, committed, save = training.session.saver.decisions(progress.reported_checkpoint)
+    volatile.start()
+    stop = training.ctx.journal.stop_requested or stop
+    return Votes(stop, committed, save, progress.own_s)
+
+
+def _start_digests(training: Training) -> None:
+    """Start to digest the gradients that the ranks have summed, and a part of the weights. Drills
+    flip their bits before. Only a step that is whole takes these digests."""
+    replica, audit = training.replica, training.audit
+    training.flips.flip(replica, is_audited=audit is not None and audit.is_due)
+    replica.fingerprints.start(replica.state.step, gradient=replica.own_updates is None)
 
 
 # ---------------------------------------------------------------- beginning

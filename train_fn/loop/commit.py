@@ -170,7 +170,7 @@ def _update_weights(replica: Replica) -> bool:
         if state.shards is not None:
             stack.enter_context(state.shards.updating(state.optimizer))
         if is_first:
-            stack.enter_context(rows_alone(replica, optimizer_source(replica.task)))
+            stack.enter_context(rows_alone(replica.shards, optimizer_source(replica.task)))
         scaler.step(state.optimizer)
     scaler.update()
     return scaler.is_enabled() and state.skipped.note(scaler, scale)
@@ -209,7 +209,7 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
     reporter.hand_over()
     replica.before_hook = _reach(replica) if replica.state.piece is None else None
     source = where(replica.task, "on_epoch_end")
-    is_watched = rows_alone(replica, source, meets=True)
+    is_watched = rows_alone(replica.shards, source, replica.order)
     with replica.checks.around(Moment.EPOCH_HOOK, source), is_watched:
         replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     replica.learning_rates.note_options()

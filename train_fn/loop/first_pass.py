@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +18,73 @@ from train_fn.checks.order import met_by_all
 from train_fn.checks.returns import check_gradients, check_moves, check_sum, uses_nothing
 from train_fn.checks.trained import GradientWatch, require_samples_kept
 from train_fn.elastic.exchange import TreeValues
-from train_fn.errors import few
+from train_fn.errors import BadTask, few
+from train_fn.loop.replica import Replica, empty_like, wrap
 from train_fn.loop.sharded import GatheredWeights, passes_named, require_forgotten
+from train_fn.node.device import kernels
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
+from train_fn.session.report import counted_flops
 from train_fn.state.contents import Sketch, sketch
 from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import NOT_COMPARED, numerics_of
 from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.peers import UsedParameters
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places, with_their_like
 from train_fn.tasks.protocol import Sum, Task, where
 
-if TYPE_CHECKING:
-    from train_fn.loop.replica import Replica
+
+def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> None:
+    """Connect the replica to its peers, and run one backward pass whose gradients are dropped.
+
+    DDP orders its buckets, and so the summation, by the first backward pass that it sees. Every
+    attempt runs this one before the state is loaded, so that a resumed run sums in the same
+    order as one that was never interrupted.
+
+    Args:
+        is_fresh: whether no state is loaded afterwards.
+        begins: whether the run begins here, so that nobody has tried its micro-batches yet.
+    """
+    kinds = replica.peers.gather(kernels(replica.peers.device))
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    replica.together.must_agree = len(set(kinds)) == 1 and is_deterministic
+    if replica.own_updates is not None:
+        replica.wrapped = replica.step_module
+        replica.state.task = replica.task_state.capture()
+        replica.volatile = replica.own_updates.changed_by(replica.state, replica.parameters)
+        return
+    if replica.peers.alone or replica.exchange is not None or replica.shards is not None:
+        replica.wrapped = replica.step_module
+    else:
+        replica.wrapped = wrap(replica.step_module, replica.peers.device)
+    first = replica.sampler.global_batch(0, 0)[: replica.sampler.micro_batch_size]
+    batch = replica.load(MicroBatch(0, 0, first)).batch
+    if batch is None and replica.exchanges_in_forward:
+        raise BadTask(
+            f"{where(replica.task, 'collate')} returned None for the first micro-batch; a model "
+            "that exchanges in its forward pass "
+            "needs to see one. Return a batch of no samples in place of None"
+        )
+    if replica.allows_unused:
+        replica.used = UsedParameters(replica.gradient_parameters, replica.peers)
+    if replica.shards is not None:
+        replica.nothing = batch  # counts nothing: not every model takes a batch of no samples
+    else:
+        replica.nothing = empty_like(batch) if replica.exchanges_in_forward else None
+    loaded = sketch(batch)
+    replica.state.task = replica.task_state.capture()
+    if replica.shards is None:
+        flops = replica.ctx.remembered.get("flops")  # to count takes longer than the pass
+        if flops is None:
+            flops = counted_flops(replica.task, replica.state.model, batch, len(first))
+        if flops is not None:
+            replica.ctx.remember("flops", flops)
+        replica.parts.flops_per_sample = flops
+    if begins:
+        try_pieces(replica, batch, len(first))
+    replica.volatile = run_first_pass(replica, batch, loaded, first, is_fresh=is_fresh)
+    if replica.exchange is not None:
+        replica.exchange.watch()
 
 
 def owners_of(task: Task, model: nn.Module) -> dict[str, object]:

@@ -10,117 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
 from train_fn.checks.check import Checks, Moment
 from train_fn.checks.returns import checked_values
 from train_fn.errors import BadTask, NonFiniteLoss
-from train_fn.loop.step import StepExchange, set_rates
-from train_fn.samples.sampler import MicroBatch
-from train_fn.session.session import Session
 from train_fn.state.optim import Optimizers, each_of
 from train_fn.state.run_state import Shadows
 from train_fn.state.train_state import TrainState
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
-from train_fn.step.report import StepTotals, Votes
-from train_fn.step.report_sums import StepPlan
 from train_fn.step.untrained import untrained_places
-from train_fn.tasks.protocol import LOSS, METHOD, MOST_VALUES, Sum, Task, makes_own_steps, where
-
-if TYPE_CHECKING:
-    from train_fn.loop.replica import Replica
-
-
-class OwnStep(StepExchange):
-    """Let the task make its step, whose optimizers average gradients; the reports are summed
-    afterwards, with the task's metrics."""
-
-    def __init__(self, replica: Replica, own: OwnUpdates, session: Session) -> None:
-        super().__init__(replica)
-        self._own, self._session = own, session
-        self.digests_ahead = False
-        self._num_samples = 1
-        self._weight = 0.0
-        """This rank's part of the global batch."""
-        self._values: dict[str, torch.Tensor] = {}
-        self._sent = torch.empty(0)
-        self._work: dist.Work | None = None
-
-    def begin(self, plan: StepPlan) -> None:
-        super().begin(plan)
-        self._num_samples = plan.num_samples
-
-    def passes(self, share: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the one pass. A rank without a share, in a short batch, trains on that of rank 0,
-        which then does not count: it must take part in every collective."""
-        state, sampler = self._replica.state, self._replica.sampler
-        return share or sampler.share(state.epoch, state.k, 0, self._replica.peers.world_size)
-
-    def around(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def forward(self, batch: Any | None, own_samples: int) -> tuple[torch.Tensor, Sum]:
-        """Let the task make its step on the batch."""
-        state, own = self._replica.state, self._own
-        if batch is None:
-            raise BadTask(
-                "collate returned None for a rank's share of a global batch, and training_step "
-                "needs a batch. Return the samples that are usable, and leave broken ones out of "
-                "the data set"
-            )
-        self._weight = own_samples / self._num_samples
-        own.lr = set_rates(self._replica, self._session.ctx.spec.schedule)
-        own.shadow.take()
-        self._session.change()
-        own.mean.begin(state.step, self._weight)
-        self._values = own.run(state, batch)
-        loss = self._values.pop(LOSS, torch.zeros(())).to(self._replica.peers.device)
-        return loss * own_samples, own_samples
-
-    def last_pass(self, loss_sum: torch.Tensor | None, number: int | None, votes: Votes) -> None:
-        peers, numbers = self._replica.peers, self._replica.sums.gradient(votes)
-        extra = torch.zeros(1 + MOST_VALUES, device=peers.device)
-        extra[0] = float(self._own.mean.num_updates)
-        for at, value in enumerate(self._values.values(), start=1):
-            extra[at] = value.to(peers.device) * self._weight if self._weight else 0.0
-        # Encoded for DDP, which divides by the world size.
-        self._sent = torch.cat([numbers.to(peers.device) / peers.world_size, extra])
-        self._work = peers.start_sum(self._sent)
-
-    def take(self) -> StepTotals:
-        """Return the totals over all ranks. Raise BadTask if the ranks made other updates."""
-        replica, own = self._replica, self._own
-        if self._work is not None:
-            self._work.wait()
-        self._work = None
-        sums = replica.peers.result(self._sent)
-        length = len(sums) - 1 - MOST_VALUES
-        totals = replica.sums.totals_of(sums[:length].numpy().tobytes())
-        num_updates, *found = sums[length:].tolist()
-        is_whole = totals.fault(replica.state.step, self._num_samples) is None
-        if is_whole and num_updates != own.mean.num_updates * replica.peers.world_size:
-            raise BadTask(
-                f"{own.source} stepped optimizers {own.mean.num_updates} times in step "
-                f"{replica.state.step + 1} on this rank, and another number of times on others. "
-                "Let nothing that only a rank's own samples say decide how often an optimizer steps"
-            )
-        own.values = {
-            name: value if math.isfinite(value) else None
-            for name, value in zip(self._values, found, strict=False)
-        }
-        return totals
-
-
-# ---------------------------------------------------------------- updates
-
-# What such a task uses beside the replica: its optimizers, the hooks that average gradients, and
-# the copy of the state that a broken step leaves.
+from train_fn.tasks.protocol import LOSS, METHOD, Task, where
 
 
 class OwnUpdates:
@@ -149,13 +54,12 @@ class OwnUpdates:
         """Metrics of the step over all ranks, beside its loss."""
         self._names: list[str] | None = None
 
-    def join(self, replica: Replica) -> VolatileBuffers:
+    def changed_by(self, state: TrainState, trained: Sequence[nn.Parameter]) -> VolatileBuffers:
         """Return what may change in a step, which counts as one forward pass: any buffer of the
         model. No step is tried before the first one: it would change the optimizers."""
-        replica.state.task = replica.task_state.capture()
-        places = untrained_places(replica.state.model, replica.parameters)
+        places = untrained_places(state.model, trained)
         buffers = [number for number, place in enumerate(places) if place.is_buffer]
-        return VolatileBuffers(places, buffers, (), self._peers, replica.state.carry)
+        return VolatileBuffers(places, buffers, (), self._peers, state.carry)
 
     @property
     def has_loss(self) -> bool:
@@ -195,14 +99,6 @@ class OwnUpdates:
                 f"{self.source} returned the metrics {names}, where rank 0 returned {self._names} "
                 "in the first step; return the same on every rank and in every step"
             )
-
-
-def own_updates(replica: Replica, max_norm: float | None) -> OwnUpdates | None:
-    """Return what the replica of a task that makes its own steps uses for them; None for another
-    task."""
-    if not makes_own_steps(replica.task):
-        return None
-    return OwnUpdates(replica.task, replica.state, replica.checks, replica.peers, max_norm)
 
 
 # ---------------------------------------------------------------- mean over ranks

@@ -31,7 +31,6 @@ from train_fn.checks.trained import (
 )
 from train_fn.context import WorkerContext
 from train_fn.elastic.exchange import Exchange
-from train_fn.errors import BadTask
 from train_fn.loop.build import (
     Parts,
     build_parts,
@@ -39,22 +38,18 @@ from train_fn.loop.build import (
     optimizer_source,
     was_built,
 )
-from train_fn.loop.first_pass import run_first_pass, try_pieces
-from train_fn.loop.own_step import OwnUpdates, own_updates
+from train_fn.loop.own_step import OwnUpdates
 from train_fn.loop.sharded import read_past_a_call
-from train_fn.node.device import kernels
 from train_fn.node.network import lowered_level
 from train_fn.samples.loader import Loaded, to_device
 from train_fn.samples.sampler import MicroBatch, seed_micro_batch
-from train_fn.session.report import counted_flops
-from train_fn.state.contents import sketch
 from train_fn.state.train_state import TaskState, TrainState
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.fingerprints import Fingerprints
 from train_fn.step.peers import Peers, UsedParameters, fill_gradients, finish_exchange
 from train_fn.step.precision import Precision, autocast, set_determinism
 from train_fn.step.report_sums import ReportSums, StepPlans
-from train_fn.tasks.protocol import Sum, Task, loss_arguments, step_method, where
+from train_fn.tasks.protocol import Sum, Task, loss_arguments, makes_own_steps, step_method, where
 from train_fn.user_code.packages import bring_packages
 
 # ---------------------------------------------------------------- step module
@@ -245,7 +240,7 @@ class Replica:
         self.learning_rates = LearningRates(
             self.state.optimizer, optimizer_source(self.task), self.state.scheduler
         )
-        self._nothing: Any = None
+        self.nothing: Any = None
         self.num_empty = 0
         """Micro-batches of this attempt for which ``collate`` returned None."""
         self.draws = True
@@ -274,57 +269,6 @@ class Replica:
     def order_at_first(self) -> CallOrder | None:
         """Return the order of a sharded model's calls in the first two steps; else None."""
         return self.order if self.state.step < self.together.begun_at + 2 else None
-
-    def join(self, *, is_fresh: bool = False, begins: bool = True) -> None:
-        """Connect the replica to its peers, and run one backward pass whose gradients are dropped.
-
-        DDP orders its buckets, and so the summation, by the first backward pass that it sees. Every
-        attempt runs this one before the state is loaded, so that a resumed run sums in the same
-        order as one that was never interrupted.
-
-        Args:
-            is_fresh: whether no state is loaded afterwards.
-            begins: whether the run begins here, so that nobody has tried its micro-batches yet.
-        """
-        kinds = self.peers.gather(kernels(self.peers.device))
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        self.together.must_agree = len(set(kinds)) == 1 and is_deterministic
-        if self.own_updates is not None:
-            self.wrapped = self.step_module
-            self.volatile = self.own_updates.join(self)
-            return
-        if self.peers.alone or self.exchange is not None or self.shards is not None:
-            self.wrapped = self.step_module
-        else:
-            self.wrapped = wrap(self.step_module, self.peers.device)
-        first = self.sampler.global_batch(0, 0)[: self.sampler.micro_batch_size]
-        batch = self.load(MicroBatch(0, 0, first)).batch
-        if batch is None and self.exchanges_in_forward:
-            raise BadTask(
-                f"{where(self.task, 'collate')} returned None for the first micro-batch; a model "
-                "that exchanges in its forward pass "
-                "needs to see one. Return a batch of no samples in place of None"
-            )
-        if self.allows_unused:
-            self.used = UsedParameters(self.gradient_parameters, self.peers)
-        if self.shards is not None:
-            self._nothing = batch  # counts nothing: not every model takes a batch of no samples
-        else:
-            self._nothing = empty_like(batch) if self.exchanges_in_forward else None
-        loaded = sketch(batch)
-        self.state.task = self.task_state.capture()
-        if self.shards is None:
-            flops = self.ctx.remembered.get("flops")  # to count takes longer than the pass
-            if flops is None:
-                flops = counted_flops(self.task, self.state.model, batch, len(first))
-            if flops is not None:
-                self.ctx.remember("flops", flops)
-            self.parts.flops_per_sample = flops
-        if begins:
-            try_pieces(self, batch, len(first))
-        self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)
-        if self.exchange is not None:
-            self.exchange.watch()
 
     def let_go(self) -> None:
         """Take off what ties the parts to the peers of this attempt: DDP, hooks, and gradients in
@@ -361,7 +305,7 @@ class Replica:
     def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
         """Return (loss sum, weight) of a micro-batch; of none if ``batch`` is None."""
         assert self.wrapped is not None
-        answer: tuple[torch.Tensor, Sum] = self.wrapped(self._nothing if batch is None else batch)
+        answer: tuple[torch.Tensor, Sum] = self.wrapped(self.nothing if batch is None else batch)
         if batch is None and self.shards is not None:
             return answer[0] * 0.0, 0.0
         return answer
@@ -460,7 +404,10 @@ def build_replica(ctx: WorkerContext) -> Replica:
         last_step=min(parts.total_steps, spec.replay.to_step if spec.replay else parts.total_steps),
         draws_from_torch_alone=spec.code is None,
     )
-    replica.own_updates = own_updates(replica, train.grad_clip_norm)
+    if makes_own_steps(parts.task):
+        replica.own_updates = OwnUpdates(
+            parts.task, parts.state, replica.checks, peers, train.grad_clip_norm
+        )
     if train.exactness == "elastic":
         has_sparse = bool(replica.step_module.sparse)
         exchanges = replica.exchanges_in_forward

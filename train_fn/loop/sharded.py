@@ -1,5 +1,5 @@
 """A task's model that is sharded over the ranks (``train.sharding``): which of its modules are
-gathered one at a time, what is refused, and how its steps are exchanged.
+gathered one at a time, and what is refused.
 
 FSDP2 gathers a module's weights before its passes, and sums its gradients over ranks after the
 backward pass, so that each rank gets its own rows. What the ranks say of a step follows in one
@@ -13,14 +13,11 @@ optimizer's values are in pieces.
 
 from __future__ import annotations
 
-import math
-import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -31,21 +28,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from everstep.spec.run_spec import RunSpec
 from train_fn.checks.check import Moment, checked
 from train_fn.checks.fits import hooked_parameters
-from train_fn.checks.order import met_by_all, require_same_order
+from train_fn.checks.order import CallOrder, met_by_all
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, few
-from train_fn.loop.step import StepExchange
 from train_fn.node.device import kernels
 from train_fn.state.optim import Optimizers
 from train_fn.state.pieces import Piece, group_size
 from train_fn.step.fingerprints import local
 from train_fn.step.peers import Peers
-from train_fn.step.report import StepTotals, Votes
-from train_fn.step.report_sums import StepPlan
 from train_fn.tasks.protocol import Task, is_iterable, where
 
 if TYPE_CHECKING:
-    from train_fn.loop.replica import Replica
     from train_fn.state.sharded import OptimizerShards, Shards
 
 OWN_CHOICE = "shard_modules"
@@ -467,103 +460,22 @@ class RowsAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @checked(Moment.STEP, Moment.EPOCH_HOOK, cost="a look at each operation on weights")
 @contextmanager
-def rows_alone(replica: Replica, source: str, *, meets: bool = False) -> Iterator[None]:
+def rows_alone(
+    shards: Shards | None, source: str, order: CallOrder | None = None
+) -> Iterator[None]:
     """Refuse inside the block what ``RowsAlone`` refuses, and other values in place of weights.
 
     Args:
-        meets: whether the code may meet other ranks; then it is a collective.
+        order: of the model's calls, if the code may meet other ranks; then it is a collective.
     """
-    if replica.shards is None:
+    if shards is None:
         yield
         return
-    with RowsAlone(source), met_by_all(replica.order if meets else None, source):
+    with RowsAlone(source), met_by_all(order, source):
         yield
-    replica.shards.reshard()  # after a pass of the model
-    if replaced := replica.shards.replaced():
+    shards.reshard()  # after a pass of the model
+    if replaced := shards.replaced():
         raise BadTask(
             f"{source} put other values in place of {few(replaced)} by .data, which a sharded "
             f"weight ignores. Change it in place, as by fill_() or mul_(), {_OR}"
         )
-
-
-# ---------------------------------------------------------------- exchange
-
-_ROW = struct.Struct("<dQQQ")
-"""Norm of this rank's rows of the gradients, order of calls, digests of gradients and weights."""
-
-
-class ShardedStep(StepExchange):
-    """Exchange a step of a sharded model: FSDP2 sums the gradients in each backward pass, and the
-    reports follow as rows, which every rank adds up in the order of ranks."""
-
-    def __init__(self, replica: Replica, max_norm: float | None) -> None:
-        super().__init__(replica)
-        assert replica.order is not None and replica.shards is not None
-        self._shards = replica.shards
-        self.digests_ahead = True
-        self._order, self._max_norm = replica.order, max_norm
-        self._numbers = torch.empty(0)
-        self._norm = 0.0
-        """Of the gradients of all ranks."""
-
-    def begin(self, plan: StepPlan) -> None:
-        super().begin(plan)
-        self._order.take()
-        is_early = self._replica.order_at_first is not None
-        self._order.source = where(self._replica.task, "loss") if is_early else None
-
-    def around(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def pass_back(self, loss_sum: torch.Tensor, number: int | None) -> None:
-        self._scaled(loss_sum).backward()  # type: ignore[no-untyped-call]
-        self._shards.finish_backward()
-
-    def last_pass(self, loss_sum: torch.Tensor | None, number: int | None, votes: Votes) -> None:
-        assert loss_sum is not None
-        self.pass_back(loss_sum, number)
-        self._replica.finish_exchange()
-        self._numbers = self._replica.sums.gradient(votes)
-
-    def take(self) -> StepTotals:
-        """Return the totals over all ranks. Raise BadTask if they called other modules."""
-        replica = self._replica
-        own, peers = replica.fingerprints, replica.peers
-        self._order.arrive()
-        self._order.source = None
-        own.finish()
-        digests = own.gradient or 0, own.weights or 0
-        norm = 0.0 if self._max_norm is None else norm_of(self._gradients())
-        numbers = peers.result(self._numbers).numpy().tobytes()
-        row = numbers + _ROW.pack(norm, self._order.take(), *digests)
-        rows = peers.exchange(row)
-        sums = np.zeros(len(numbers) // 4, np.float32)
-        for each in rows:
-            # Encoded for DDP, which divides by the world size.
-            sums += np.frombuffer(each, np.float32, len(sums)) / np.float32(peers.world_size)
-        norms, orders, *found = zip(
-            *(_ROW.unpack_from(each, len(numbers)) for each in rows), strict=True
-        )
-        of = self._shards.piece.of  # the other ranks are replicas, which gates compare
-        step = replica.state.step + 1
-        require_same_order(orders, where(replica.task, "loss"), f"in step {step}")
-        own.combine(list(zip(*found, strict=True))[:of])
-        self._norm = math.sqrt(math.fsum(each * each for each in norms[:of]))
-        return replica.sums.totals_of(sums.tobytes())
-
-    def clip(self, max_norm: float, factor: float) -> float:
-        norm = self._norm * factor
-        # As torch's clip_grad_norm_, which would meet the other ranks here.
-        torch._foreach_mul_(self._gradients(), min(1.0, max_norm / (norm + 1e-6)))
-        return norm
-
-    def _gradients(self) -> list[torch.Tensor]:
-        """Return this rank's rows of all gradients."""
-        return [local(each.grad) for each in self._replica.parameters if each.grad is not None]
-
-
-@torch.no_grad()
-def norm_of(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the norm of some tensors taken together."""
-    some = [each for each in gradients if each.numel()]
-    return float(torch.stack(torch._foreach_norm(some)).double().norm()) if some else 0.0

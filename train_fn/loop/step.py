@@ -1,118 +1,37 @@
-"""One step of one rank up to the gate: its micro-batches forward and backward, and what the ranks
-exchange of them.
+"""How the ranks exchange what they have made of a step: the gradients, and the reports.
 
-There is one loop over micro-batches (``run_passes``) and four ways to exchange: by DDP
-(``StepExchange``), by FSDP2 (``sharded.ShardedStep``), by sums whose bits are the same at every
-world size (``TreeStep``), and by the optimizers' own steps (``own_step.OwnStep``).
+There is one loop over micro-batches (``run_passes`` of ``attempt.py``) and four ways to exchange:
+by DDP (``StepExchange``), by FSDP2 (``ShardedStep``), by sums whose bits are the same at every
+world size (``TreeStep``), and by the optimizers' own steps (``OwnStep``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import struct
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from everstep.spec.sections import ScheduleSpec
+from train_fn.checks.order import require_same_order
 from train_fn.elastic.exchange import Exchange
-from train_fn.samples.ledger import Count, difference
+from train_fn.errors import BadTask
+from train_fn.loop.own_step import OwnUpdates
+from train_fn.loop.replica import Replica
+from train_fn.samples.ledger import Count
 from train_fn.samples.sampler import MicroBatch
+from train_fn.session.session import Session
 from train_fn.state.optim import lr_factor
+from train_fn.step.fingerprints import local
 from train_fn.step.report import StepTotals, Votes
 from train_fn.step.report_sums import StepPlan
-from train_fn.tasks.protocol import Sum
-
-if TYPE_CHECKING:
-    from train_fn.loop.replica import Replica
-    from train_fn.loop.training import Training
-
-
-def run_passes(training: Training) -> StepTotals:
-    """Compute the gradients of the global batch's mean loss, and exchange the step's totals.
-
-    A collective. It returns on every rank, or on none, with the same totals and gradients.
-    """
-    replica, exchange = training.replica, training.exchange
-    step, volatile = replica.state.step, replica.volatile
-    plan = replica.plans.of(step)
-    exchange.begin(plan)
-    passes = exchange.passes(plan.share)
-    training.begin(plan.num_samples, len(passes))
-    for position, micro in enumerate(passes):
-        batch, differs, own_samples, number = None, None, 0, 0 if micro is None else micro.number
-        if position < len(plan.share):
-            batch, differs = load_next(training, plan.share[position], plan.hashes[position])
-            own_samples = len(plan.share[position].indices)
-        elif micro is not None:
-            batch = replica.load(micro).batch
-        is_last = position == len(passes) - 1
-        with exchange.around(is_last), training.watched(number):
-            if position:
-                volatile.rewind()
-            replica.seed(step, number)
-            loss_sum, weight = exchange.forward(batch, own_samples)
-            volatile.passed(own_samples, number)
-            exchange.add(loss_sum, weight, differs)
-            if is_last:
-                exchange.last_pass(loss_sum, number, votes_of(training))
-            else:
-                exchange.pass_back(loss_sum, number)
-    if not passes:
-        exchange.last_pass(None, None, votes_of(training))
-    training.loader.prefetch()  # the device computes meanwhile
-    # A GPU digests the sums once it has them, while this thread waits. A CPU may not have them yet.
-    if exchange.digests_ahead:
-        _start_digests(training)
-    volatile.wait()
-    totals = exchange.take()
-    if totals.fault(step, plan.num_samples) is None:
-        if replica.used is not None:
-            replica.used.drop_unused()
-        if not exchange.digests_ahead:
-            _start_digests(training)
-    training.progress.own_s = training.clock.gate()
-    return totals
-
-
-def load_next(
-    training: Training, micro: MicroBatch, expected_hash: int
-) -> tuple[Any | None, Count | None]:
-    """Return the next batch of the loader, and how its samples differ from those of ``micro``."""
-    replica, progress = training.replica, training.progress
-    state = replica.state
-    progress.phase = "data"
-    loaded = next(training.loader)
-    if loaded.batch is None:
-        replica.note_empty()
-    differs = difference(state.epoch, state.step, micro.indices, loaded.indices, expected_hash)
-    if state.bookmarks is not None:
-        state.bookmarks.note(loaded)
-    progress.phase = "step"
-    return loaded.batch, differs
-
-
-def votes_of(training: Training) -> Votes:
-    """Start to exchange what forward passes changed, and return what this rank asks for. Every rank
-    calls this once a step, before its last backward pass.
-
-    Raise PeersGone if the attempt was given up.
-    """
-    training.session.require_current()
-    progress, volatile = training.progress, training.replica.volatile
-    stop, committed, save = training.session.saver.decisions(progress.reported_checkpoint)
-    volatile.start()
-    stop = training.ctx.journal.stop_requested or stop
-    return Votes(stop, committed, save, progress.own_s)
-
-
-def _start_digests(training: Training) -> None:
-    """Start to digest the gradients that the ranks have summed, and a part of the weights. Drills
-    flip their bits before. Only a step that is whole takes these digests."""
-    replica, audit = training.replica, training.audit
-    training.flips.flip(replica, is_audited=audit is not None and audit.is_due)
-    replica.fingerprints.start(replica.state.step, gradient=replica.own_updates is None)
+from train_fn.tasks.protocol import LOSS, MOST_VALUES, Sum, where
 
 
 def set_rates(replica: Replica, schedule: ScheduleSpec) -> float | None:
@@ -124,9 +43,6 @@ def set_rates(replica: Replica, schedule: ScheduleSpec) -> float | None:
     return replica.learning_rates.set(
         lr_factor(schedule, state.step, replica.total_steps, state.steps_per_epoch)
     )
-
-
-# ---------------------------------------------------------------- exchanges
 
 
 class StepExchange:
@@ -225,3 +141,173 @@ class TreeStep(StepExchange):
 
     def take(self) -> StepTotals:
         return self._tree.take()
+
+
+# ---------------------------------------------------------------- sharded
+
+# FSDP2 sums gradients over ranks after the backward pass, so that each rank gets its own rows. What
+# the ranks say of a step follows in one exchange of rows, with each rank's part of the gradients'
+# norm. It is the gate: no collective lies between it and the end of the optimizer step.
+
+_ROW = struct.Struct("<dQQQ")
+"""Norm of this rank's rows of the gradients, order of calls, digests of gradients and weights."""
+
+
+class ShardedStep(StepExchange):
+    """Exchange a step of a sharded model: FSDP2 sums the gradients in each backward pass, and the
+    reports follow as rows, which every rank adds up in the order of ranks."""
+
+    def __init__(self, replica: Replica, max_norm: float | None) -> None:
+        super().__init__(replica)
+        assert replica.order is not None and replica.shards is not None
+        self._shards = replica.shards
+        self.digests_ahead = True
+        self._order, self._max_norm = replica.order, max_norm
+        self._numbers = torch.empty(0)
+        self._norm = 0.0
+        """Of the gradients of all ranks."""
+
+    def begin(self, plan: StepPlan) -> None:
+        super().begin(plan)
+        self._order.take()
+        is_early = self._replica.order_at_first is not None
+        self._order.source = where(self._replica.task, "loss") if is_early else None
+
+    def around(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pass_back(self, loss_sum: torch.Tensor, number: int | None) -> None:
+        self._scaled(loss_sum).backward()  # type: ignore[no-untyped-call]
+        self._shards.finish_backward()
+
+    def last_pass(self, loss_sum: torch.Tensor | None, number: int | None, votes: Votes) -> None:
+        assert loss_sum is not None
+        self.pass_back(loss_sum, number)
+        self._replica.finish_exchange()
+        self._numbers = self._replica.sums.gradient(votes)
+
+    def take(self) -> StepTotals:
+        """Return the totals over all ranks. Raise BadTask if they called other modules."""
+        replica = self._replica
+        own, peers = replica.fingerprints, replica.peers
+        self._order.arrive()
+        self._order.source = None
+        own.finish()
+        digests = own.gradient or 0, own.weights or 0
+        norm = 0.0 if self._max_norm is None else norm_of(self._gradients())
+        numbers = peers.result(self._numbers).numpy().tobytes()
+        row = numbers + _ROW.pack(norm, self._order.take(), *digests)
+        rows = peers.exchange(row)
+        sums = np.zeros(len(numbers) // 4, np.float32)
+        for each in rows:
+            # Encoded for DDP, which divides by the world size.
+            sums += np.frombuffer(each, np.float32, len(sums)) / np.float32(peers.world_size)
+        norms, orders, *found = zip(
+            *(_ROW.unpack_from(each, len(numbers)) for each in rows), strict=True
+        )
+        of = self._shards.piece.of  # the other ranks are replicas, which gates compare
+        step = replica.state.step + 1
+        require_same_order(orders, where(replica.task, "loss"), f"in step {step}")
+        own.combine(list(zip(*found, strict=True))[:of])
+        self._norm = math.sqrt(math.fsum(each * each for each in norms[:of]))
+        return replica.sums.totals_of(sums.tobytes())
+
+    def clip(self, max_norm: float, factor: float) -> float:
+        norm = self._norm * factor
+        # As torch's clip_grad_norm_, which would meet the other ranks here.
+        torch._foreach_mul_(self._gradients(), min(1.0, max_norm / (norm + 1e-6)))
+        return norm
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Return this rank's rows of all gradients."""
+        return [local(each.grad) for each in self._replica.parameters if each.grad is not None]
+
+
+@torch.no_grad()
+def norm_of(gradients: Sequence[torch.Tensor]) -> float:
+    """Return the norm of some tensors taken together."""
+    some = [each for each in gradients if each.numel()]
+    return float(torch.stack(torch._foreach_norm(some)).double().norm()) if some else 0.0
+
+
+# ---------------------------------------------------------------- own steps
+
+
+class OwnStep(StepExchange):
+    """Let the task make its step, whose optimizers average gradients; the reports are summed
+    afterwards, with the task's metrics."""
+
+    def __init__(self, replica: Replica, own: OwnUpdates, session: Session) -> None:
+        super().__init__(replica)
+        self._own, self._session = own, session
+        self.digests_ahead = False
+        self._num_samples = 1
+        self._weight = 0.0
+        """This rank's part of the global batch."""
+        self._values: dict[str, torch.Tensor] = {}
+        self._sent = torch.empty(0)
+        self._work: dist.Work | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        super().begin(plan)
+        self._num_samples = plan.num_samples
+
+    def passes(self, share: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return the one pass. A rank without a share, in a short batch, trains on that of rank 0,
+        which then does not count: it must take part in every collective."""
+        state, sampler = self._replica.state, self._replica.sampler
+        return share or sampler.share(state.epoch, state.k, 0, self._replica.peers.world_size)
+
+    def around(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward(self, batch: Any | None, own_samples: int) -> tuple[torch.Tensor, Sum]:
+        """Let the task make its step on the batch."""
+        state, own = self._replica.state, self._own
+        if batch is None:
+            raise BadTask(
+                "collate returned None for a rank's share of a global batch, and training_step "
+                "needs a batch. Return the samples that are usable, and leave broken ones out of "
+                "the data set"
+            )
+        self._weight = own_samples / self._num_samples
+        own.lr = set_rates(self._replica, self._session.ctx.spec.schedule)
+        own.shadow.take()
+        self._session.change()
+        own.mean.begin(state.step, self._weight)
+        self._values = own.run(state, batch)
+        loss = self._values.pop(LOSS, torch.zeros(())).to(self._replica.peers.device)
+        return loss * own_samples, own_samples
+
+    def last_pass(self, loss_sum: torch.Tensor | None, number: int | None, votes: Votes) -> None:
+        peers, numbers = self._replica.peers, self._replica.sums.gradient(votes)
+        extra = torch.zeros(1 + MOST_VALUES, device=peers.device)
+        extra[0] = float(self._own.mean.num_updates)
+        for at, value in enumerate(self._values.values(), start=1):
+            extra[at] = value.to(peers.device) * self._weight if self._weight else 0.0
+        # Encoded for DDP, which divides by the world size.
+        self._sent = torch.cat([numbers.to(peers.device) / peers.world_size, extra])
+        self._work = peers.start_sum(self._sent)
+
+    def take(self) -> StepTotals:
+        """Return the totals over all ranks. Raise BadTask if the ranks made other updates."""
+        replica, own = self._replica, self._own
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+        sums = replica.peers.result(self._sent)
+        length = len(sums) - 1 - MOST_VALUES
+        totals = replica.sums.totals_of(sums[:length].numpy().tobytes())
+        num_updates, *found = sums[length:].tolist()
+        is_whole = totals.fault(replica.state.step, self._num_samples) is None
+        if is_whole and num_updates != own.mean.num_updates * replica.peers.world_size:
+            raise BadTask(
+                f"{own.source} stepped optimizers {own.mean.num_updates} times in step "
+                f"{replica.state.step + 1} on this rank, and another number of times on others. "
+                "Let nothing that only a rank's own samples say decide how often an optimizer steps"
+            )
+        own.values = {
+            name: value if math.isfinite(value) else None
+            for name, value in zip(self._values, found, strict=False)
+        }
+        return totals

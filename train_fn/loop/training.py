@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from everstep.wire.events import BEGINNINGS
 from train_fn.checkpoints.fork import adopt
@@ -16,10 +16,9 @@ from train_fn.checks.fits import require_best_metric
 from train_fn.checks.ranks import check_data, check_model, check_numerics
 from train_fn.context import WorkerContext
 from train_fn.loop.evaluate import try_evaluation
-from train_fn.loop.own_step import OwnStep
+from train_fn.loop.first_pass import join
 from train_fn.loop.replica import Replica, build_replica
-from train_fn.loop.sharded import ShardedStep
-from train_fn.loop.step import StepExchange, TreeStep
+from train_fn.loop.step import OwnStep, ShardedStep, StepExchange, TreeStep
 from train_fn.samples.loader import Loader
 from train_fn.session.report import speed_of
 from train_fn.session.session import Session
@@ -32,8 +31,14 @@ from train_fn.step.profiler import StepProfiler
 from train_fn.step.timing import StepClock, StragglerWatch
 from train_fn.tasks.protocol import where
 
-if TYPE_CHECKING:
-    from train_fn.loop.departure import Rescue
+
+class Rescuer(Protocol):
+    """Keeps the state where the training thread cannot (``departure.Rescue``)."""
+
+    def prepare(self) -> None: ...
+    def step_committed(self) -> None: ...
+    def note_work(self) -> None: ...
+    def leave(self) -> int | None: ...
 
 
 @dataclass(slots=True)
@@ -54,8 +59,7 @@ class RankProgress:
     """Step of the newest checkpoint that was reported to Ray Train; 0 for none."""
     own_s: float = 0.0
     """Seconds of this rank's own work in the last step."""
-    rescue: Rescue | None = None
-    """Keeps the state where this thread cannot."""
+    rescue: Rescuer | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,17 +138,17 @@ def restore(session: Session, replica: Replica) -> None:
     ctx, state = session.ctx, replica.state
     check_data(replica.peers, state, replica.warn)
 
-    def join(restored: Restored) -> None:
+    def meet(restored: Restored) -> None:
         is_fresh = restored.source == "fresh"
         built, source = replica.parts.built_weights, where(replica.task, "build_model")
         if is_fresh:
             every = replica.parts.every_weight
             built = sketch_weights(state.model, all_of_it=True) if every is None else every
         check_model(replica.peers, source, built, fresh=is_fresh)
-        replica.join(is_fresh=is_fresh, begins=restored.source in BEGINNINGS)
+        join(replica, is_fresh=is_fresh, begins=restored.source in BEGINNINGS)
 
     adopt_origin = partial(adopt, into=state, ctx=ctx)
-    session.restore(adopt_origin, before_load=join)
+    session.restore(adopt_origin, before_load=meet)
     replica.together.begun_at = state.step
     replica.task_state.load(state.task)
     replica.volatile.renew()

@@ -314,6 +314,7 @@ WAITING_FILES = (
     *(
         "/train_fn/loop/own_step.py",
         "/train_fn/loop/replica.py",
+        "/train_fn/loop/step.py",
         "/train_fn/snapshots/whole.py",
         "/train_fn/user_code/packages.py",
     ),

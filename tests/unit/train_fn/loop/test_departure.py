@@ -18,7 +18,7 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import build, replica
+from train_fn.loop import build, training
 from train_fn.loop.attempt import train
 from train_fn.node import device as broken_device
 from train_fn.recovery.evidence import StepFailed
@@ -171,7 +171,7 @@ def test_a_failure_before_the_state_is_restored_leaves_none(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(replica.Replica, "join", raising)
+        patch.setattr(training, "join", raising)
         failed = fail(run_dir, 1)
     assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (
         None,

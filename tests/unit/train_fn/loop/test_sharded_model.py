@@ -28,7 +28,6 @@ from train_fn.loop.sharded import (
     RowsAlone,
     modules_by_size,
     modules_to_shard,
-    norm_of,
     read_past_a_call,
     require_elementwise,
     require_forgotten,
@@ -37,6 +36,7 @@ from train_fn.loop.sharded import (
     shard_optimizer,
     torn_ties,
 )
+from train_fn.loop.step import norm_of
 from train_fn.state.optim import Optimizers
 from train_fn.state.pieces import Piece, weights_in
 from train_fn.state.sharded import Shards
