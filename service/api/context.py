@@ -32,10 +32,10 @@ from service.db.run_queries import TimeBook
 from service.db.runs import RunStore
 from service.db.tokens import SessionStore, TokenStore
 from service.figures import RunFigures
-from service.model.provider_rule import NO_PRICES, Prices
+from service.model.operator_rules import NO_PRICES, Prices
 from service.model.run_rows import RunHead
 from service.storage_identity import StorageGate
-from service.submission_rules.packages import (
+from service.submission_rules.allowed import (
     ANYWHERE,
     NO_PACKAGES,
     NOBODY,

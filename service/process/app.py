@@ -31,7 +31,7 @@ from service.runs import checkpoints, history, logs, submission
 from service.runs import routes as runs
 from service.settings import CannotStart, ServiceLock, Settings
 from service.storage_identity import StorageGate, begin_with
-from service.submission_rules.packages import StorageRoots
+from service.submission_rules.allowed import StorageRoots
 from service.web import dashboard
 from storage.errors import StorageError, StorageOwned
 from storage.filesystem import Storage, open_storage

@@ -44,7 +44,7 @@ from service.reconciler.ray_poller import DRIVER, driver_entrypoint
 from service.reconciler.scrub import ScrubRule
 from service.reconciler.webhook_sender import NOTIFY_INTERVAL_S, Notifier
 from service.settings import Settings, published_url
-from service.submission_rules.packages import StorageRoots
+from service.submission_rules.allowed import StorageRoots
 from storage.filesystem import Storage
 
 log = structlog.get_logger("everstep")

@@ -26,7 +26,7 @@ from everstep.wire import (
 )
 from everstep.wire.drills import RunRehearsal
 from everstep.wire.events import EventKind
-from service.model.provider_rule import Prices
+from service.model.operator_rules import Prices
 from service.model.rows import EventRow, to_time
 from service.model.run_rows import ListedRun, RunRow, RunSummary, StoredSpec
 from service.projections.goodput import WorkLedger

@@ -24,14 +24,9 @@ from service.api.answers import (
     run_cursor,
     run_json,
 )
-from service.api.auth import (
-    Caller,
-    ControlledRun,
-    Principal,
-    Submitter,
-    VisibleRun,
-)
+from service.api.auth import Caller, ControlledRun, Submitter, VisibleRun
 from service.api.bodies import ApiRouter, AsWritten, Parsed, example
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, followed_by, problem_answers
 from service.api.problems import invalid_request, not_found

@@ -16,12 +16,13 @@ from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import CodeArchive
 from service.api.answers import JsonObject, run_json
-from service.api.auth import Principal, Submitter
+from service.api.auth import Submitter
 from service.api.bodies import ApiRouter, content_sha256, validated
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, problem_answers
 from service.api.problems import ApiProblem, invalid_request
-from service.db.lease import IdempotencyKey
+from service.db.ids import IdempotencyKey
 from service.db.projects import DEFAULT_PROJECT, UnknownProject
 from service.db.runs import first_transition
 from service.model.rows import TransitionRow

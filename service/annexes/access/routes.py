@@ -18,8 +18,9 @@ from everstep.wire.team import (
     TokenRequest,
 )
 from service.api.answers import Cursor, Limit, answer_of, page_of, position
-from service.api.auth import EMBEDDED_TRUST, Administrator, Caller, Principal
+from service.api.auth import EMBEDDED_TRUST, Administrator, Caller
 from service.api.bodies import ApiRouter, Parsed, example
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, followed_by, problem_answers
 from service.api.problems import invalid_request, not_found

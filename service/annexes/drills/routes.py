@@ -28,7 +28,7 @@ from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
 from service.db.engine import Database
-from service.db.lease import new_id
+from service.db.ids import new_id
 from service.db.tables import events
 from service.db.writer import RunWriter
 from service.model.rows import EventRow, past

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import DeliveryStore, IncidentStore
-from service.submission_rules.packages import NotifyRule
+from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.command_line import everstep
 from tests.support.scripted_http import scripted

@@ -11,7 +11,7 @@ import pytest
 
 from everstep.wire import CodeArchive
 from service.api import guard
-from service.submission_rules.packages import PipRule
+from service.submission_rules.allowed import PipRule
 from tests.support.api_service import ApiService
 from tests.support.code_archives import TASK, tar_gz, zip_of
 

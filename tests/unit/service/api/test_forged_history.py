@@ -18,7 +18,7 @@ from service.figures import RunFigures
 from service.model.rows import EventRow
 from service.projections import checkpoints, handlers
 from service.projections.handlers import folded
-from service.submission_rules.packages import NotifyRule
+from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import NOON, ApiService, Journal
 from tests.support.page_text import fail
 from tests.support.projected_events import committed, event, run_row

@@ -12,7 +12,7 @@ from everstep.text import words
 from everstep.wire import Run
 from everstep.wire.events import EventKind
 from service.db.tables import runs as runs_table
-from service.model.provider_rule import Prices
+from service.model.operator_rules import Prices
 from tests.support.api_service import NOON, ApiService, Journal
 
 HOUR = 3600.0

@@ -21,7 +21,7 @@ from service.db.events import EventStore
 from service.db.runs import RunStore
 from service.reconciler.webhook_sender import GIVE_UP_S, Notifier
 from service.settings import Settings
-from service.submission_rules.packages import NOBODY, NotifyRule
+from service.submission_rules.allowed import NOBODY, NotifyRule
 from tests.support.api_service import ApiService, ManualClock, spec
 
 pytest_plugins = ["tests.support.database_fixtures"]

@@ -14,7 +14,7 @@ from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
 from service.process.app import opened
 from service.settings import CannotStart, Settings
-from service.submission_rules.packages import ANYWHERE, StorageRoots
+from service.submission_rules.allowed import ANYWHERE, StorageRoots
 from storage.errors import InvalidStorage, StorageUnavailable
 from storage.filesystem import Storage, open_storage
 from tests.support.api_service import ApiService, spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from service.annexes.alerts.routes import store_of
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import DeliveryStore, IncidentStore
-from service.submission_rules.packages import NotifyRule
+from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.scripted_http import scripted
 from tests.support.web_browser import Browser
