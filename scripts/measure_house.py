@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_546,
+    "everstep": 15_527,
     "storage": 5_767,
-    "service": 27_512,
+    "service": 27_460,
     "train_fn": 49_048,
-    "tests": 97_103,
+    "tests": 97_079,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

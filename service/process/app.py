@@ -62,7 +62,7 @@ def create_app(context: ApiContext) -> FastAPI:
     app.state.context = context
     app.state.figures = health.Figures(context)
     app.add_middleware(HeadMiddleware)
-    app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.max_upload_bytes)
+    app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.settings.max_upload_bytes)
     app.add_middleware(AuditMiddleware, context=context)
     app.add_middleware(AddressMiddleware)
     app.add_middleware(health.LatencyMiddleware, figures=app.state.figures)

@@ -156,7 +156,7 @@ async def create_token(
         create_project=create_project,
     )
     response.headers["Cache-Control"] = "no-store"
-    warning = EMBEDDED_TRUST if context.embedded and row.role == "submitter" else None
+    warning = EMBEDDED_TRUST if context.settings.embedded and row.role == "submitter" else None
     return answer_of(NewToken, row, token=secret, warning=warning)
 
 

@@ -122,7 +122,7 @@ async def _page(
         projects=projects,
         whens=WHENS,
         formats=FORMATS,
-        has_mail=context.has_mail,
+        has_mail=context.settings.mail is not None,
         form=form or {},
         faults=faults,
     )

@@ -47,7 +47,7 @@ async def drillable_run(run: VisibleRun, caller: Caller, context: Context) -> Ru
     """Return the run in the path, for a drill. Raises 403 for other callers than admins, and if
     drills are disabled."""
     caller.require("admin")
-    if not context.drills_enabled:
+    if not context.settings.drills:
         detail = "drills are disabled; start the service with --drills or EVERSTEP_DRILLS=1"
         raise ApiProblem(403, "drills_disabled", detail)
     return run

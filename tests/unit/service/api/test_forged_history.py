@@ -96,7 +96,7 @@ async def test_no_history_is_folded_in_the_event_loop_or_while_the_database_is_l
         return fits(*given)
 
     monkeypatch.setattr(handlers, "_fits", watched)
-    api.context.notify = NotifyRule(frozenset({"https://hooks.example.org"}), "s" * 32)
+    api.set(notify=NotifyRule(frozenset({"https://hooks.example.org"}), "s" * 32))
     browser = await Browser.logged_in(api, api.token("admin"))
     alert = {"name": "a", "format": "json", "url": "https://hooks.example.org/x"}
     for when in ("straggler", "finished"):

@@ -159,7 +159,7 @@ async def test_a_spec_may_name_allowed_origins_only(tmp_path: Path) -> None:
             "code.archive",
             "resume_from.run_id",
         ]
-        api.context.notify = RULE
+        api.set(notify=RULE)
         assert (await api.http.post("/v1/runs", json=spec(notify={"url": URL}))).status_code == 201
 
 

@@ -82,7 +82,7 @@ def test_every_path_of_a_spec_is_looked_at_and_named() -> None:
 
 async def test_the_service_answers_422(tmp_path: Path) -> None:
     async with ApiService(tmp_path) as api:
-        api.context.storage_roots = StorageRoots(["/data"])
+        api.set(storage_roots=("/data",))
         answer = await api.http.post("/v1/runs", json=images("/srv/images"))
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
         [fault] = answer.json()["errors"]
