@@ -14,7 +14,7 @@ from sqlalchemy import insert, text
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import RunStatus
 from service.db.engine import Database
-from service.db.lease import new_id
+from service.db.ids import new_id
 from service.db.runs import new_row
 from service.db.tables import events, projects, run_tags, runs, transitions
 from service.model.run_rows import RunRow

@@ -22,7 +22,7 @@ from benchmarks.ray_stand_in import StandIn, ray_stand_in
 from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.db.lease import new_id
+from service.db.ids import new_id
 from service.db.runs import new_row
 from service.db.tables import runs
 from service.reconciler.facts import submission_id

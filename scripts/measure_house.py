@@ -19,9 +19,9 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_545,
+    "everstep": 15_527,
     "storage": 5_767,
-    "service": 27_512,
+    "service": 27_460,
     "train_fn": 49_041,
     "tests": 91_465,
 }

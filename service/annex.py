@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from fastapi import APIRouter
-    from sqlalchemy import Connection, Table
 
     from everstep.spec.run_spec import RunSpec
-    from service.api.auth import Principal
+    from service.api.callers import Principal
     from service.api.context import ApiContext
     from service.cluster.ray_jobs import RayEndpoint, RayJobs
     from service.db.engine import Database
+    from service.db.tables import TableHooks
     from service.model.rows import Role
     from service.model.run_rows import RunRow
     from service.settings import Settings
@@ -50,18 +50,6 @@ class PageLink:
     place: int
     """Entries are shown in this order."""
     role: Role = "viewer"
-
-
-@dataclass(frozen=True)
-class TableHooks:
-    """What the tables of an annex take part in: transactions of the core."""
-
-    run_changed: Callable[[Connection, RunRow, float], None] | None = None
-    """Called at the end of a transaction that changes a run, with the run as it will be and unix
-    seconds, after one of ``run_events``, and when the run ends or pauses."""
-    run_events: frozenset[str] = frozenset()
-    of_project: tuple[Table, ...] = ()
-    """Tables with a column ``project`` whose rows are deleted with their project."""
 
 
 class Beside(Protocol):

@@ -19,8 +19,8 @@ from pydantic import Field, model_validator
 
 from everstep.options.model import SettingsError
 from everstep.options.serve import OPTIONS, ServeOptions
-from service.model.provider_rule import GrantRule, MailServer, Prices, ProviderRule
-from service.submission_rules.packages import NO_PACKAGES, NotifyRule, PipRule, origin_of
+from service.model.operator_rules import GrantRule, MailServer, Prices, ProviderRule
+from service.submission_rules.allowed import NO_PACKAGES, NotifyRule, PipRule, origin_of
 from storage.files.protocol import draft_beside
 
 MIN_NOTIFY_SECRET_CHARS: Final = 16

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from everstep.errors import UsageError
 from everstep.text import failure, words
 from everstep.wire import Run
-
-if TYPE_CHECKING:
-    from everstep.client.runs import RunHandle
 
 _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
 
@@ -89,7 +86,7 @@ class Display:
 # Curves of a run with matplotlib, which is imported only here, and only when asked for.
 
 
-def plot(run: RunHandle, names: tuple[str, ...], ax: Any) -> Any:
+def plot(run: Run, series: dict[str, list[Any]], names: tuple[str, ...], ax: Any) -> Any:
     """Draw metrics over steps; return the axes. Raises UsageError."""
     try:
         from matplotlib import pyplot  # type: ignore[import-not-found,unused-ignore]
@@ -97,10 +94,9 @@ def plot(run: RunHandle, names: tuple[str, ...], ax: Any) -> Any:
         raise UsageError(
             "plot needs matplotlib, which is not installed; pip install matplotlib"
         ) from exc
-    series = run.metrics(*names)
     missing = [name for name in names if not series.get(name)]
     if missing or not any(series.values()):
-        known = ", ".join(sorted(run.run.metrics)) or "none yet"
+        known = ", ".join(sorted(run.metrics)) or "none yet"
         wanted = ", ".join(missing) or "metrics"
         raise UsageError(f"run {run.id} has no values of {wanted} (it has: {known})")
     if ax is None:

@@ -183,8 +183,6 @@ DEFAULT_CORDON_RUNS = 3
 DEFAULT_CORDON_FAILURES = 5
 DEFAULT_CORDON_WINDOW_S = 3600.0
 DEFAULT_RATE_PER_S = 1000.0
-DEFAULT_MAX_UPLOAD_BYTES = 256 << 20
-DEFAULT_MAX_CODE_BYTES = 4 << 30
 
 Items: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(items_of)]
 VariableName: TypeAlias = Annotated[str, AfterValidator(variable_name)]
@@ -288,9 +286,9 @@ class ServeOptions(OptionsModel):
     rate_per_s: float = Field(default=DEFAULT_RATE_PER_S, ge=0)
     """Requests a second of one token on one replica, twice as many at once. The service answers
     further ones with 429 and Retry-After. 0 is no limit."""
-    max_upload_bytes: int = Field(default=DEFAULT_MAX_UPLOAD_BYTES, ge=1)
+    max_upload_bytes: int = Field(default=256 << 20, ge=1)
     """Largest upload of code. Each other body has at most 1 MiB and 20,000 values."""
-    max_code_bytes: int = Field(default=DEFAULT_MAX_CODE_BYTES, ge=0)
+    max_code_bytes: int = Field(default=4 << 30, ge=0)
     """Bytes of all code archives of one project. A further one is refused with 409 quota_exceeded.
     0 is no limit."""
     notify_origins: Items = ()

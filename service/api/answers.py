@@ -20,9 +20,9 @@ from everstep.spec.plain_text import is_sayable
 from everstep.wire import Answer, Event, Run, format_time
 from service.api.problems import ApiProblem, invalid_request
 from service.db import run_lookup
-from service.db.lease import RUN_ID_PATTERN
+from service.db.ids import RUN_ID_PATTERN
 from service.db.run_lookup import Place
-from service.model.provider_rule import NO_PRICES, Prices
+from service.model.operator_rules import NO_PRICES, Prices
 from service.model.rows import EventRow, TransitionRow, maybe_time, to_time
 from service.model.run_rows import ListedRun, RunHead, RunRow, RunSummary
 from service.projections.goodput import TimeLedger

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import pathlib
-from dataclasses import dataclass
 from typing import Annotated, Final
 
 from fastapi import Depends, Path, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem, not_found
 from service.db.audit import current_entry
-from service.db.tokens import Holder, TokenStore
-from service.model.rows import RANK, Role, TokenRow
+from service.db.tokens import TokenStore
+from service.model.rows import TokenRow
 from service.model.run_rows import RunRow
 from storage.files.protocol import draft_beside
 
@@ -34,46 +34,6 @@ bearer = HTTPBearer(
     auto_error=False,
     description="A token, for example from `$EVERSTEP_HOME/token` on the service's machine.",
 )
-
-
-@dataclass(frozen=True)
-class Principal:
-    """The caller that a valid token stands for."""
-
-    token_id: str
-    name: str
-    role: Role
-    project: str | None
-    """The one project that it has access to; None for all."""
-    sha256: str
-    """SHA-256 of the secret in the request: a token, or a browser session."""
-    by_session: bool = False
-    owner: str = ""
-    """Who owns what the caller creates: a user's e-mail address, or the token's name."""
-    user_id: str | None = None
-    """The user, if one logged in or made the token; None for an administrator's token."""
-
-    @property
-    def holder(self) -> Holder:
-        """Whose sessions are the caller's own."""
-        return Holder(self.token_id, self.user_id)
-
-    def reaches(self, project: str) -> bool:
-        return self.project is None or self.project == project
-
-    def may(self, role: Role) -> bool:
-        """Return whether its role includes the rights of ``role``."""
-        return RANK[self.role] >= RANK[role]
-
-    def require(self, role: Role) -> None:
-        """Raise 403 for a lesser role."""
-        if not self.may(role):
-            raise ApiProblem(
-                403,
-                "forbidden",
-                f"this needs the role {role}, but token {self.name!r} is a {self.role}; use "
-                "another token",
-            )
 
 
 async def authenticated(request: Request) -> None:

@@ -32,7 +32,7 @@ from service.api.auth import authenticated, bearer
 from service.api.problems import ApiProblem
 
 if TYPE_CHECKING:
-    from service.api.auth import Principal
+    from service.api.callers import Principal
     from service.api.context import ApiContext
     from storage.run_dir import RunDir
 

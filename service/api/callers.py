@@ -1,5 +1,5 @@
-"""What is remembered of callers between requests: the last use of tokens, codes of log-ins, and how
-often they may ask."""
+"""Callers: whom a token stands for, and what is remembered of them between requests: the last use
+of tokens, codes of log-ins, and how often they may ask."""
 
 from __future__ import annotations
 
@@ -9,14 +9,58 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
 
 from everstep.options.serve import DEFAULT_RATE_PER_S
 from service.api.blocking import BlockingCalls
+from service.api.problems import ApiProblem
 from service.db.engine import DatabaseError
-from service.db.tokens import TokenStore, sha256_of
+from service.db.tokens import Holder, TokenStore, sha256_of
+from service.model.rows import RANK, Role
+
+
+@dataclass(frozen=True)
+class Principal:
+    """The caller that a valid token stands for."""
+
+    token_id: str
+    name: str
+    role: Role
+    project: str | None
+    """The one project that it has access to; None for all."""
+    sha256: str
+    """SHA-256 of the secret in the request: a token, or a browser session."""
+    by_session: bool = False
+    owner: str = ""
+    """Who owns what the caller creates: a user's e-mail address, or the token's name."""
+    user_id: str | None = None
+    """The user, if one logged in or made the token; None for an administrator's token."""
+
+    @property
+    def holder(self) -> Holder:
+        """Whose sessions are the caller's own."""
+        return Holder(self.token_id, self.user_id)
+
+    def reaches(self, project: str) -> bool:
+        return self.project is None or self.project == project
+
+    def may(self, role: Role) -> bool:
+        """Return whether its role includes the rights of ``role``."""
+        return RANK[self.role] >= RANK[role]
+
+    def require(self, role: Role) -> None:
+        """Raise 403 for a lesser role."""
+        if not self.may(role):
+            raise ApiProblem(
+                403,
+                "forbidden",
+                f"this needs the role {role}, but token {self.name!r} is a {self.role}; use "
+                "another token",
+            )
+
 
 # ---------------------------------------------------------------- token use
 

@@ -10,12 +10,13 @@ from everstep.spec.run_spec import spec_schema
 from everstep.spec.tasks import Catalog, catalog
 from everstep.wire import ClusterInfo, Node
 from everstep.wire.cluster import StorageAdoption, StorageStatus
-from service.api.auth import Administrator, Caller, Principal
+from service.api.auth import Administrator, Caller
 from service.api.bodies import ApiRouter
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.cluster.cluster_view import with_mark
-from service.db.lease import RUN_ID_PATTERN
+from service.db.ids import RUN_ID_PATTERN
 from service.model.run_rows import RunRow
 from service.projections.goodput import WorkLedger
 from service.storage_identity import adopt_storage, storage_status

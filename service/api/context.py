@@ -10,11 +10,6 @@ from typing import Annotated, Any, Final, Protocol, TypeVar
 
 from fastapi import Depends, Request
 
-from everstep.options.serve import (
-    DEFAULT_MAX_CODE_BYTES,
-    DEFAULT_MAX_UPLOAD_BYTES,
-    DEFAULT_RATE_PER_S,
-)
 from service.annex import Annex
 from service.api.blocking import BlockingCalls
 from service.api.callers import LogInCodes, RateLimit, TokenUse
@@ -32,17 +27,9 @@ from service.db.run_queries import TimeBook
 from service.db.runs import RunStore
 from service.db.tokens import SessionStore, TokenStore
 from service.figures import RunFigures
-from service.model.provider_rule import NO_PRICES, Prices
 from service.model.run_rows import RunHead
+from service.settings import Settings
 from service.storage_identity import StorageGate
-from service.submission_rules.packages import (
-    ANYWHERE,
-    NO_PACKAGES,
-    NOBODY,
-    NotifyRule,
-    PipRule,
-    StorageRoots,
-)
 from storage.filesystem import Storage
 
 T = TypeVar("T")
@@ -68,43 +55,24 @@ class ApiContext:
         reconciler_lag_s: Callable[[], float | None],
         clock: Callable[[], float] = time.time,
         *,
-        drills_enabled: bool = False,
-        pip_rule: PipRule = NO_PACKAGES,
+        settings: Settings,
         figures: RunFigures | None = None,
         public_url: str | None = None,
-        rate_per_s: float = DEFAULT_RATE_PER_S,
-        max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES,
-        max_code_bytes: int = DEFAULT_MAX_CODE_BYTES,
-        storage_roots: StorageRoots = ANYWHERE,
         ray: RayJobs | None = None,
         annexes: Sequence[Annex] = (),
-        notify: NotifyRule = NOBODY,
-        has_mail: bool = False,
-        embedded: bool = False,
-        prices: Prices = NO_PRICES,
     ) -> None:
         self.database = database
         self.storage = storage
         self.cluster_view = cluster_view
         self.reconciler_lag_s = reconciler_lag_s
         self.clock = clock
-        self.drills_enabled = drills_enabled
-        self.pip_rule = pip_rule
+        self.settings = settings
         self.figures = figures or RunFigures(clock)
         self.public_url = public_url
         """Base URL of this service for browsers, without a trailing slash; None if unknown."""
-        self.max_upload_bytes = max_upload_bytes
-        self.max_code_bytes = max_code_bytes
-        self.storage_roots = storage_roots
         self.ray = ray
         self.annexes = tuple(annexes)
         self._parts: dict[type[Any], Any] = {}
-        self.notify = notify
-        self.has_mail = has_mail
-        """Whether alerts can be sent by e-mail."""
-        self.prices = prices
-        self.embedded = embedded
-        """Whether user code runs as this service's own user."""
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.series = SeriesStore(database)
@@ -117,7 +85,7 @@ class ApiContext:
         self.code_archives = CodeArchives(database, clock)
         self.audit = AuditStore(database, clock)
         database.companion = self.audit.join
-        self.rate_limit = RateLimit(rate_per_s)
+        self.rate_limit = RateLimit(settings.rate_per_s)
         self.node_marks = NodeMarks(database, clock)
         self.calls = calls = BlockingCalls()
         self.database_call = calls.database_call

@@ -17,7 +17,7 @@ from starlette.routing import Match
 
 from everstep.errors import FieldError, InvalidSpec
 from service.db.engine import DatabaseUnavailable, StateConflict, Unstorable
-from service.db.lease import IdempotencyConflict
+from service.db.ids import IdempotencyConflict
 from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded, UnknownProject
 from service.model.states import TransitionConflict
 from storage.errors import CorruptCheckpoint, InvalidArchive, StorageError, StorageNotFound

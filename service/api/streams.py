@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import structlog
 from fastapi import Header, Request
@@ -17,15 +17,12 @@ from fastapi.responses import StreamingResponse
 from everstep.wire import RunStatus
 from service.api.answers import event_answer
 from service.api.blocking import BlockingCalls
+from service.api.callers import Principal
 from service.api.problems import ApiProblem, invalid_request
 from service.db.engine import DatabaseUnavailable
 from service.db.events import EventStore
 from service.db.tokens import SessionStore, TokenStore
 from service.model.rows import EventRow
-
-if TYPE_CHECKING:
-    from service.api.auth import Principal
-    from service.api.context import ApiContext
 
 logger = structlog.get_logger(__name__)
 
@@ -174,13 +171,12 @@ def resume_after(last_event_id: str | None, after: int) -> int:
 
 
 def response(
-    context: ApiContext, caller: Principal, frames: AsyncGenerator[bytes]
+    followers: Followers, caller: Principal, frames: AsyncGenerator[bytes]
 ) -> StreamingResponse:
     """Return a streamed response that ends when the caller's token or session does. Raises 429."""
-    context.followers.require_room(caller)
-    frames = context.followers.confirmed(caller, frames)
+    followers.require_room(caller)
     return StreamingResponse(
-        frames,
+        followers.confirmed(caller, frames),
         media_type=MEDIA_TYPE,
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )

@@ -29,8 +29,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
-from service.annex import TableHooks
-from service.db.tables import metadata
+from service.db.tables import TableHooks, metadata
 
 T = TypeVar("T")
 

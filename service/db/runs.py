@@ -18,7 +18,7 @@ from everstep.wire.run import Replay
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords, awaited_in, hold_origin
 from service.db.engine import Database, DatabaseError
-from service.db.lease import IdempotencyKey, is_used, known_run, new_id, remember
+from service.db.ids import IdempotencyKey, is_used, known_run, new_id, remember
 from service.db.node_marks import StorageRecords
 from service.db.projects import join_queue
 from service.db.run_lookup import find_run

@@ -4,6 +4,8 @@ exactly these tables.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
@@ -11,6 +13,7 @@ from sqlalchemy import (
     JSON,
     Column,
     ColumnElement,
+    Connection,
     Double,
     ForeignKey,
     Index,
@@ -301,3 +304,15 @@ def _unlikely(element: Few, compiler: SQLCompiler, **options: Any) -> str:
 
 IS_LIVE: Final = Few(runs.c.status.in_(sorted(LIVE)))
 """Condition on ``runs``: queued, or submitted and not ended."""
+
+
+@dataclass(frozen=True)
+class TableHooks:
+    """What the tables of an annex take part in: transactions of the core."""
+
+    run_changed: Callable[[Connection, RunRow, float], None] | None = None
+    """Called at the end of a transaction that changes a run, with the run as it will be and unix
+    seconds, after one of ``run_events``, and when the run ends or pauses."""
+    run_events: frozenset[str] = frozenset()
+    of_project: tuple[Table, ...] = ()
+    """Tables with a column ``project`` whose rows are deleted with their project."""

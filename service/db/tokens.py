@@ -22,7 +22,7 @@ from sqlalchemy import (
 
 from service.db.audit import note_target
 from service.db.engine import Database, Store, replace_row
-from service.db.lease import random_id
+from service.db.ids import random_id
 from service.db.projects import ensure_project
 from service.db.tables import sessions, tokens
 from service.model.rows import NAME_CHARS, Role, SessionRow, TokenKind, TokenRow

@@ -11,10 +11,9 @@ from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, select, u
 
 from everstep.wire import Reason, RunStatus
 from everstep.wire.events import UNFIT, EventKind
-from service.annex import TableHooks
 from service.db.audit import Notification, notification_of
 from service.db.engine import insert_into
-from service.db.tables import events, metrics, notifications, runs, transitions
+from service.db.tables import TableHooks, events, metrics, notifications, runs, transitions
 from service.model.rows import EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict, check_legal

@@ -31,7 +31,7 @@ from service.runs import checkpoints, history, logs, submission
 from service.runs import routes as runs
 from service.settings import CannotStart, ServiceLock, Settings
 from service.storage_identity import StorageGate, begin_with
-from service.submission_rules.packages import StorageRoots
+from service.submission_rules.allowed import StorageRoots
 from service.web import dashboard
 from storage.errors import StorageError, StorageOwned
 from storage.filesystem import Storage, open_storage
@@ -62,7 +62,7 @@ def create_app(context: ApiContext) -> FastAPI:
     app.state.context = context
     app.state.figures = health.Figures(context)
     app.add_middleware(HeadMiddleware)
-    app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.max_upload_bytes)
+    app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.settings.max_upload_bytes)
     app.add_middleware(AuditMiddleware, context=context)
     app.add_middleware(AddressMiddleware)
     app.add_middleware(health.LatencyMiddleware, figures=app.state.figures)

@@ -44,7 +44,6 @@ from service.reconciler.ray_poller import DRIVER, driver_entrypoint
 from service.reconciler.scrub import ScrubRule
 from service.reconciler.webhook_sender import NOTIFY_INTERVAL_S, Notifier
 from service.settings import Settings, published_url
-from service.submission_rules.packages import StorageRoots
 from storage.filesystem import Storage
 
 log = structlog.get_logger("everstep")
@@ -92,20 +91,11 @@ async def serve(
             storage,
             view,
             reconciler.lag_s,
-            drills_enabled=settings.drills,
-            pip_rule=settings.pip_rule,
+            settings=settings,
             figures=figures,
             public_url=parts.public_url,
-            rate_per_s=settings.rate_per_s,
-            max_upload_bytes=settings.max_upload_bytes,
-            max_code_bytes=settings.max_code_bytes,
-            storage_roots=StorageRoots(settings.storage_roots),
             ray=ray,
             annexes=ANNEXES,
-            notify=settings.notify,
-            has_mail=settings.mail is not None,
-            embedded=settings.embedded,
-            prices=settings.prices,
         )
         for annex in ANNEXES:
             manager = None if annex.opened is None else annex.opened(parts)

@@ -27,7 +27,7 @@ from everstep.wire import (
 )
 from everstep.wire.drills import REHEARSAL_TAG, RunRehearsal
 from everstep.wire.events import EventKind
-from service.model.provider_rule import Prices
+from service.model.operator_rules import Prices
 from service.model.rows import EventRow, to_time
 from service.model.run_rows import CodeInSpec, ListedRun, RunRow, RunSummary
 from service.projections.goodput import WorkLedger

@@ -18,7 +18,7 @@ import structlog
 
 from service.db.audit import Notification, NotificationStore, with_failure
 from service.db.events import EventStore
-from service.submission_rules.packages import NotifyRule
+from service.submission_rules.allowed import NotifyRule
 
 NOTIFY_INTERVAL_S: Final = 1.0
 GIVE_UP_S: Final = 24 * 3600.0

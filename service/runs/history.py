@@ -67,9 +67,8 @@ async def get_events(
     event. It follows the run, honours `Last-Event-ID`, and ends after the event that ends the run.
     """
     if streams.wanted(request):
-        return streams.response(
-            context, caller, context.feed.follow(run.id, streams.resume_after(last_event_id, after))
-        )
+        frames = context.feed.follow(run.id, streams.resume_after(last_event_id, after))
+        return streams.response(context.followers, caller, frames)
     page = await context.database_call(context.events.page, run.id, position(cursor, after), limit)
     items = tuple(event_answer(row) for row in page.rows)
     return Page(items=items, next_cursor=str(items[-1].seq) if page.more else None)

@@ -66,7 +66,7 @@ async def get_logs(
     if follow or streams.wanted(request):
         start = streams.resume_after(last_event_id, position(cursor, after))
         return streams.response(
-            context, caller, _follow(context, run.id, view, start, until_ended=follow)
+            context.followers, caller, _follow(context, run.id, view, start, until_ended=follow)
         )
     lines = await view.read(position(cursor, after), limit)
     return Page(

@@ -24,14 +24,9 @@ from service.api.answers import (
     run_cursor,
     run_json,
 )
-from service.api.auth import (
-    Caller,
-    ControlledRun,
-    Principal,
-    Submitter,
-    VisibleRun,
-)
+from service.api.auth import Caller, ControlledRun, Submitter, VisibleRun
 from service.api.bodies import ApiRouter, AsWritten, Parsed, example
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, followed_by, problem_answers
 from service.api.problems import invalid_request, not_found
@@ -193,7 +188,7 @@ async def get_run(run: VisibleRun, context: Context) -> Response:
             context.ray_url,
             context.clock(),
             context.public_url,
-            context.prices,
+            context.settings.prices,
         )
     )
 
@@ -285,7 +280,14 @@ async def run_answers(context: ApiContext, runs: Sequence[RunRow]) -> list[Run]:
     transitions = await context.database_call(context.runs.transitions, [run.id for run in runs])
     now, dashboard_url = context.clock(), context.ray_url
     return [
-        run_answer(run, transitions[run.id], dashboard_url, now, context.public_url, context.prices)
+        run_answer(
+            run,
+            transitions[run.id],
+            dashboard_url,
+            now,
+            context.public_url,
+            context.settings.prices,
+        )
         for run in runs
     ]
 
@@ -375,6 +377,7 @@ def _json_of(context: ApiContext, heads: Sequence[RunHead], cursor: str | None) 
 def _answers_about(context: ApiContext, heads: Sequence[RunHead]) -> dict[str, bytes]:
     """Return the JSON of each run. The JSON of a run that has ended is cached."""
     about = dashboard_url, public_url = context.ray_url, context.public_url
+    prices = context.settings.prices
     kept = {head.id: context.kept_answers.get(head, about) for head in heads}
     found = {run_id: answer for run_id, answer in kept.items() if answer is not None}
     now, fresh = (
@@ -384,7 +387,7 @@ def _answers_about(context: ApiContext, heads: Sequence[RunHead]) -> dict[str, b
     for head in heads:
         if head.id in fresh:
             run, transitions = fresh[head.id]
-            answer = run_json(run, transitions, dashboard_url, now, public_url, context.prices)
+            answer = run_json(run, transitions, dashboard_url, now, public_url, prices)
             found[head.id] = to_json(answer)
             if run.status.terminal:
                 context.kept_answers.keep(head, about, found[head.id])

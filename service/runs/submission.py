@@ -16,17 +16,19 @@ from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import CodeArchive
 from service.api.answers import JsonObject, run_json
-from service.api.auth import Principal, Submitter
+from service.api.auth import Submitter
 from service.api.bodies import ApiRouter, content_sha256, validated
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, problem_answers
 from service.api.problems import ApiProblem, invalid_request
-from service.db.lease import IdempotencyKey
+from service.db.ids import IdempotencyKey
 from service.db.projects import DEFAULT_PROJECT, UnknownProject
 from service.db.runs import first_transition
 from service.model.rows import TransitionRow
 from service.model.run_rows import RunRow
 from service.runs.origins import with_origin
+from service.submission_rules.allowed import StorageRoots
 from service.submission_rules.user_code import faults_of
 from storage.code import CodeStore, look_at, read_members
 from storage.errors import StorageNotFound
@@ -71,7 +73,7 @@ async def submitted(
         context.ray_url,
         context.clock(),
         context.public_url,
-        context.prices,
+        context.settings.prices,
     )
     return answer, is_new
 
@@ -129,11 +131,11 @@ async def allowed(
     """
     faults: list[FieldError] = []
     with _gathered(faults):
-        context.pip_rule.check(spec)
+        context.settings.pip_rule.check(spec)
     with _gathered(faults):
         _check_notify(context, spec)
     with _gathered(faults):
-        context.storage_roots.check_data(spec)
+        StorageRoots(context.settings.storage_roots).check_data(spec)
     if spec.code is not None:
         with _gathered(faults):
             await check_code(context, caller, spec.project, spec.code)
@@ -193,8 +195,8 @@ async def _check_annexed(context: ApiContext, spec: RunSpec) -> None:
 
 def _check_notify(context: ApiContext, spec: RunSpec) -> None:
     """Raise InvalidSpec if this service does not call the URL."""
-    if spec.notify is not None and not context.notify.allows(spec.notify.url):
-        allowed = ", ".join(sorted(context.notify.origins)) or "none"
+    if spec.notify is not None and not context.settings.notify.allows(spec.notify.url):
+        allowed = ", ".join(sorted(context.settings.notify.origins)) or "none"
         msg = f"its origin is not allowed; use one that the operator allows: {allowed}"
         raise InvalidSpec((FieldError(("notify", "url"), msg),))
 
@@ -289,7 +291,7 @@ async def upload_code(
         found.digest,
         found.size_bytes,
         caller.token_id,
-        context.max_code_bytes,
+        context.settings.max_code_bytes,
         create_project=create_project or caller.project is not None,
     )
     await context.storage_call(CodeStore(context.storage).keep, found, data)

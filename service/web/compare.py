@@ -18,7 +18,8 @@ from fastapi.responses import StreamingResponse
 
 from everstep.text.words import differences
 from everstep.wire import Run
-from service.api.auth import Principal, visible_run
+from service.api.auth import visible_run
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem, invalid_request
 from service.db.run_lookup import RunFilter

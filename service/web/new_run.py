@@ -18,8 +18,9 @@ from everstep.spec.tasks import CatalogEntry, catalog
 from everstep.spec.yaml_file import parse_yaml
 from everstep.spec.yaml_text import has_aliases, lines_of, to_yaml, value_at, with_value
 from everstep.wire.events import mode_of
-from service.api.auth import Principal, visible_run
+from service.api.auth import visible_run
 from service.api.bodies import check_shape, content_sha256, validated
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem, invalid_request
 from service.model.run_rows import RunRow

@@ -21,7 +21,7 @@ from everstep.text import words as cli_words
 from everstep.wire import Failure, GoodputBuckets, Run, RunStatus
 from everstep.wire.events import PREFIX, EventKind, system_figure, system_name
 from service.annex import Annex, PageLink
-from service.api.auth import Principal
+from service.api.callers import Principal
 from service.api.context import ApiContext
 from service.api.problems import ApiProblem, as_problem
 from service.model.rows import EventRow

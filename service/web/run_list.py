@@ -15,7 +15,8 @@ from fastapi.responses import RedirectResponse
 from everstep.text import words as cli_words
 from everstep.wire import Run, RunStatus
 from service.api.answers import MOST_CURSOR_CHARS
-from service.api.auth import Principal, controlled_run, visible_run
+from service.api.auth import controlled_run, visible_run
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem, as_problem, invalid_request
 from service.db.audit import begin_entry, current_entry

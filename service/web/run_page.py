@@ -19,7 +19,7 @@ from everstep.text import failure as failure_words
 from everstep.wire import MOST_NOTES_CHARS, Failure, Run, RunChange, RunStatus, Verdict
 from everstep.wire.events import EventKind
 from service.api import streams
-from service.api.auth import Principal
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import invalid_request
 from service.model.rows import EventRow
@@ -188,9 +188,8 @@ async def get_stream(
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
     last_event_id: streams.LastEventId = None,
 ) -> StreamingResponse:
-    return streams.response(
-        context, caller, context.feed.follow(run.id, streams.resume_after(last_event_id, after))
-    )
+    frames = context.feed.follow(run.id, streams.resume_after(last_event_id, after))
+    return streams.response(context.followers, caller, frames)
 
 
 @router.get("/checkpoints")

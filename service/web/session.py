@@ -18,8 +18,9 @@ from urllib.parse import parse_qsl, urlsplit
 from fastapi import Depends, Request, Response
 from starlette.requests import HTTPConnection
 
-from service.api.auth import Principal, admitted, caller_with, controlled_run, visible_run
+from service.api.auth import admitted, caller_with, controlled_run, visible_run
 from service.api.bodies import MAX_BODY_BYTES
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem
 from service.db.tokens import LASTS_S, sha256_of

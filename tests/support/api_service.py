@@ -24,6 +24,7 @@ from service.model.rows import Role
 from service.model.run_rows import RunRow
 from service.process.app import create_app
 from service.process.http import UNREAD_S, drop_who_reads_nothing
+from service.settings import Settings
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent
 from tests.support.prepared_database import prepared_database
@@ -180,7 +181,7 @@ class ApiService:
             self.cluster,
             lambda: self.lag_s,
             self.clock,
-            drills_enabled=self.drills,
+            settings=Settings(home=self.home, ray_address="http://127.0.0.1:9", drills=self.drills),
             annexes=self.annexes,
         )
         self.runs, self.events = self.context.runs, self.context.events
@@ -201,6 +202,10 @@ class ApiService:
                 await asyncio.sleep(0.005)
         self.http = await self.client(self.token("admin"))
         return self
+
+    def set(self, **values: object) -> None:
+        """Change settings of the service, also those that follow from others."""
+        self.context.settings = self.context.settings.model_copy(update=values)
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()

@@ -27,7 +27,7 @@ from joserfc.jwk import JWKRegistry, Key, KeySet
 
 from everstep.options.serve import is_confidential_url
 from everstep.spec.plain_text import printable
-from service.model.provider_rule import ProviderRule
+from service.model.operator_rules import ProviderRule
 from service.model.rows import NAME_CHARS, past
 
 # ---------------------------------------------------------------- problems

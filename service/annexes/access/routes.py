@@ -18,8 +18,9 @@ from everstep.wire.team import (
     TokenRequest,
 )
 from service.api.answers import Cursor, Limit, answer_of, page_of, position
-from service.api.auth import EMBEDDED_TRUST, Administrator, Caller, Principal
+from service.api.auth import EMBEDDED_TRUST, Administrator, Caller
 from service.api.bodies import ApiRouter, Parsed, example
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, followed_by, problem_answers
 from service.api.problems import invalid_request, not_found
@@ -155,7 +156,7 @@ async def create_token(
         create_project=create_project,
     )
     response.headers["Cache-Control"] = "no-store"
-    warning = EMBEDDED_TRUST if context.embedded and row.role == "submitter" else None
+    warning = EMBEDDED_TRUST if context.settings.embedded and row.role == "submitter" else None
     return answer_of(NewToken, row, token=secret, warning=warning)
 
 

@@ -23,11 +23,11 @@ from service.annexes.access.provider import (
 from service.api.context import ApiContext, Context
 from service.api.problems import not_found
 from service.db.engine import Store, insert_into
-from service.db.lease import random_id
+from service.db.ids import random_id
 from service.db.projects import ensure_project
 from service.db.tables import metadata, tokens
 from service.db.tokens import SECRET_BYTES, sha256_of
-from service.model.provider_rule import Grant
+from service.model.operator_rules import Grant
 from service.model.rows import StoredRow, TokenRow
 from service.web.dashboard import log_in_form
 from service.web.rendering import PageRoute

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from service.annex import Annex, Beside, PageLink, ServiceParts, TableHooks
+from service.annex import Annex, Beside, PageLink, ServiceParts
 from service.annexes.alerts import pages, routes
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import TELLING_KINDS, DeliveryStore, IncidentStore, apply_alerts
 from service.annexes.alerts.tables import alerts
 from service.db.events import EventStore
+from service.db.tables import TableHooks
 from service.reconciler.loop import Background
 
 INTERVAL_S: Final = 1.0

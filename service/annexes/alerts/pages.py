@@ -11,8 +11,8 @@ from fastapi.responses import RedirectResponse
 from everstep.errors import FieldError
 from everstep.wire.alerts import AlertRequest
 from service.annexes.alerts import routes
-from service.api.auth import Principal
 from service.api.bodies import parse_model
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem
 from service.web.rendering import PageRoute, page
@@ -122,7 +122,7 @@ async def _page(
         projects=projects,
         whens=WHENS,
         formats=FORMATS,
-        has_mail=context.has_mail,
+        has_mail=context.settings.mail is not None,
         form=form or {},
         faults=faults,
     )

@@ -79,7 +79,7 @@ async def create_alert(caller: Administrator, wanted: AlertBody, context: Contex
 
 async def add_alert(context: ApiContext, wanted: AlertRequest, token_id: str) -> Alert:
     """Store a rule. Raises 422 for a target that this service would not send to."""
-    if wanted.format == "email" and not context.has_mail:
+    if wanted.format == "email" and context.settings.mail is None:
         raise invalid_request(
             "format",
             msg="is email, but this service has no mail server; ask the operator to set "
@@ -87,7 +87,7 @@ async def add_alert(context: ApiContext, wanted: AlertRequest, token_id: str) ->
         )
     if wanted.url is not None:
         try:
-            check_url(wanted.url.get_secret_value(), context.notify)
+            check_url(wanted.url.get_secret_value(), context.settings.notify)
         except NotAllowed as exc:
             raise invalid_request("url", msg=str(exc)) from exc
     return alert_answer(await context.database_write(store_of(context).create, wanted, token_id))

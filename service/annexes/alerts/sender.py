@@ -28,7 +28,7 @@ from service.annexes.alerts.store import DeliveryStore, IncidentStore
 from service.annexes.alerts.tables import AlertRow, DeliveryRow
 from service.db.engine import DatabaseError
 from service.db.events import EventStore
-from service.model.provider_rule import MailServer
+from service.model.operator_rules import MailServer
 from service.model.rows import past
 from service.reconciler.webhook_sender import (
     DELIVERY_HEADER,
@@ -40,7 +40,7 @@ from service.reconciler.webhook_sender import (
     retry_pause_s,
     signature,
 )
-from service.submission_rules.packages import NotifyRule, origin_of
+from service.submission_rules.allowed import NotifyRule, origin_of
 
 OVER_TIME_S: Final = 5.0
 """Interval of the check of what begins and ends as time passes."""

@@ -21,7 +21,7 @@ from service.annexes.alerts.tables import (
 from service.db.audit import note_target
 from service.db.engine import Store
 from service.db.events import events_of
-from service.db.lease import new_id
+from service.db.ids import new_id
 from service.db.projects import ensure_project
 from service.db.tables import IS_LIVE, events, runs, transitions
 from service.model.rows import past

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from everstep.wire.drills import MOST_STEPS, ProfileRequest
 from service.annexes.drills import routes
-from service.api.auth import Principal
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import invalid_request
 from service.model.run_rows import RunRow

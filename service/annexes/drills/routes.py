@@ -28,7 +28,7 @@ from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
 from service.db.engine import Database
-from service.db.lease import new_id
+from service.db.ids import new_id
 from service.db.tables import events
 from service.db.writer import RunWriter
 from service.model.rows import EventRow, past
@@ -47,7 +47,7 @@ async def drillable_run(run: VisibleRun, caller: Caller, context: Context) -> Ru
     """Return the run in the path, for a drill. Raises 403 for other callers than admins, and if
     drills are disabled."""
     caller.require("admin")
-    if not context.drills_enabled:
+    if not context.settings.drills:
         detail = "drills are disabled; start the service with --drills or EVERSTEP_DRILLS=1"
         raise ApiProblem(403, "drills_disabled", detail)
     return run

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from everstep.wire.deployment import DeploymentCheck, DeploymentReport, ServiceFacts, source_digest
 from service.cluster.ray_jobs import RAY_PYTHON, Job, RayJobs, RayUnavailable
-from service.db.lease import new_id
+from service.db.ids import new_id
 from storage.cluster import read_report
 from storage.filesystem import Storage
 

@@ -14,8 +14,9 @@ from everstep.wire.cluster import DrainOrder, NodeOrder
 from everstep.wire.deployment import CheckOrder, DeploymentCheck
 from service.annexes.nodes.deployment_checks import DeploymentChecks
 from service.annexes.nodes.store import MarksFile, NodeMarkStore
-from service.api.auth import Administrator, Principal
+from service.api.auth import Administrator
 from service.api.bodies import ApiRouter, Parsed, example
+from service.api.callers import Principal
 from service.api.cluster import with_marks_and_runs
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers

@@ -31,7 +31,8 @@ from service.annexes.ray_dashboard.relay import (
     is_log_tail,
     limited,
 )
-from service.api.auth import Principal, visible_run
+from service.api.auth import visible_run
+from service.api.callers import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem, not_found, unavailable
 from service.cluster.ray_jobs import JobNotFound, RayError, RayUnavailable

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import DeliveryStore, IncidentStore
-from service.submission_rules.packages import NotifyRule
+from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.command_line import everstep
 from tests.support.scripted_http import scripted
@@ -23,7 +23,7 @@ async def sending(api: ApiService) -> AsyncIterator[None]:
         IncidentStore(api.database, api.clock),
         api.context.events,
     )
-    sender = AlertSender(*stores, api.context.notify, clock=api.clock)
+    sender = AlertSender(*stores, api.context.settings.notify, clock=api.clock)
 
     async def send() -> None:
         while True:
@@ -38,7 +38,7 @@ async def sending(api: ApiService) -> AsyncIterator[None]:
 
 async def test_an_alert_from_add_to_delete(api: ApiService) -> None:
     with scripted() as receiver:
-        api.context.notify = NotifyRule(frozenset({receiver.url}), "s" * 16)
+        api.set(notify=NotifyRule(frozenset({receiver.url}), "s" * 16))
         receiver.script["/s3cr3t"] = [
             lambda handler: handler.send(404, b"no_service\nmore"),
             lambda handler: handler.send(200, b"ok"),

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from everstep.cli import demo_service
-from everstep.cli.demo import SPEC, _conclusion, run_demo
-from everstep.cli.demo_service import DemoFailed, kill_all_of
+from everstep.cli import demo
+from everstep.cli.demo import SPEC, DemoFailed, _conclusion, kill_all_of, run_demo
 from everstep.cli.terminal import Exit, Terminal
 from everstep.spec.parsing import parse_spec
 from everstep.wire.run import Replay
@@ -77,7 +76,7 @@ def test_a_service_that_does_not_start_is_told_with_its_log(
     homes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = (sys.executable, "-c", "import sys; sys.exit('cannot listen: port in use')")
-    monkeypatch.setattr(demo_service, "SERVE", failing)
+    monkeypatch.setattr(demo, "SERVE", failing)
     with pytest.raises(DemoFailed, match=r"(?s)exit code 1; its log ends:.*port in use"):
         run_demo(Terminal(), url=None, keep=True, out="unused")
     assert list(homes.iterdir()) == []
@@ -86,8 +85,8 @@ def test_a_service_that_does_not_start_is_told_with_its_log(
 def test_a_service_that_never_is_ready_is_ended(
     homes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_service, "SERVE", tuple(SLEEP))
-    monkeypatch.setattr(demo_service, "START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(demo, "SERVE", tuple(SLEEP))
+    monkeypatch.setattr(demo, "START_TIMEOUT_S", 0.3)
     with pytest.raises(DemoFailed, match="did not become ready"):
         run_demo(Terminal(), url=None, keep=False, out="unused")
     assert list(homes.iterdir()) == []
@@ -101,8 +100,8 @@ def test_an_interrupted_demo_ends_its_service(homes: Path, monkeypatch: pytest.M
         os.kill(os.getpid(), 15)  # as `kill` of the demo
         time.sleep(10)
 
-    monkeypatch.setattr(demo_service, "SERVE", tuple(SLEEP))
-    monkeypatch.setattr(demo_service, "_await_ready", interrupted)
+    monkeypatch.setattr(demo, "SERVE", tuple(SLEEP))
+    monkeypatch.setattr(demo, "_await_ready", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_demo(Terminal(), url=None, keep=True, out="unused")
     assert started[0].returncode == -15 and list(homes.iterdir()) == []

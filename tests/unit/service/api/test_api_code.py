@@ -11,7 +11,7 @@ import pytest
 
 from everstep.wire import CodeArchive
 from service.api import guard
-from service.submission_rules.packages import PipRule
+from service.submission_rules.allowed import PipRule
 from tests.support.api_service import ApiService
 from tests.support.code_archives import TASK, tar_gz, zip_of
 
@@ -125,7 +125,7 @@ async def test_packages_come_with_code_where_the_operator_allows_it(api: ApiServ
     assert denied.status_code == 422
     [fault] = denied.json()["errors"]
     assert fault["loc"] == ["runtime_env"] and "EVERSTEP_ALLOW_PIP" in fault["msg"]
-    api.context.pip_rule = PipRule.of("other:*, default:Ein_Ops")
+    api.set(pip_rule=PipRule.of("other:*, default:Ein_Ops"))
     refused = await api.http.post("/v1/runs", json=spec)
     assert [(fault["loc"], fault["msg"]) for fault in refused.json()["errors"]] == [
         (
@@ -133,7 +133,7 @@ async def test_packages_come_with_code_where_the_operator_allows_it(api: ApiServ
             "'einops>=0.8' is not among the packages that project 'default' may bring: ein-ops",
         )
     ]
-    api.context.pip_rule = PipRule.of("default:EINOPS")
+    api.set(pip_rule=PipRule.of("default:EINOPS"))
     assert (await api.http.post("/v1/runs", json=spec)).status_code == 201
 
 
@@ -198,7 +198,7 @@ async def test_an_upload_is_for_a_project_that_the_caller_reaches_and_that_exist
 
 async def test_a_project_has_room_for_so_much_code(api: ApiService, tmp_path: Path) -> None:
     archives = [zip_of(FILES | {"mine/note.txt": "x" * 64 + str(number)}) for number in range(3)]
-    api.context.max_code_bytes = len(archives[0]) + len(archives[1])
+    api.set(max_code_bytes=len(archives[0]) + len(archives[1]))
     mine, theirs = [
         await api.client(api.token("submitter", project)) for project in ("mine", "theirs")
     ]

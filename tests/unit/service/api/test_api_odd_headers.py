@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
 from service.api.callers import RateLimit
-from service.submission_rules.packages import StorageRoots
+from service.submission_rules.allowed import StorageRoots
 from tests.support.api_service import ApiService, spec
 
 HEADERS = (

@@ -18,7 +18,7 @@ from service.figures import RunFigures
 from service.model.rows import EventRow
 from service.projections import checkpoints, handlers
 from service.projections.handlers import folded
-from service.submission_rules.packages import NotifyRule
+from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import NOON, ApiService, Journal
 from tests.support.page_text import fail
 from tests.support.projected_events import committed, event, run_row
@@ -96,7 +96,7 @@ async def test_no_history_is_folded_in_the_event_loop_or_while_the_database_is_l
         return fits(*given)
 
     monkeypatch.setattr(handlers, "_fits", watched)
-    api.context.notify = NotifyRule(frozenset({"https://hooks.example.org"}), "s" * 32)
+    api.set(notify=NotifyRule(frozenset({"https://hooks.example.org"}), "s" * 32))
     browser = await Browser.logged_in(api, api.token("admin"))
     alert = {"name": "a", "format": "json", "url": "https://hooks.example.org/x"}
     for when in ("straggler", "finished"):

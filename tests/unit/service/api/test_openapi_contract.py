@@ -19,6 +19,7 @@ from service.annexes.registry import ANNEXES
 from service.api.context import ApiContext
 from service.db.engine import Database
 from service.process.app import create_app
+from service.settings import Settings
 from storage.filesystem import open_storage
 from tests.support.api_service import OneNodeCluster
 
@@ -35,6 +36,7 @@ def described() -> dict[str, Any]:
             open_storage(directory),
             OneNodeCluster(),
             lambda: None,
+            settings=Settings(home=Path(directory)),
             annexes=ANNEXES,
         )
         schema: dict[str, Any] = json.loads(json.dumps(create_app(context).openapi()))

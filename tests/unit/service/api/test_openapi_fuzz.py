@@ -32,6 +32,7 @@ from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.engine import Database
 from service.db.tables import metadata
 from service.process.app import create_app
+from service.settings import Settings
 from storage.filesystem import open_storage
 from tests.support.api_service import Journal, ManualClock, OneNodeCluster, spec
 from tests.support.fake_ray import FakeRay, serving
@@ -66,8 +67,7 @@ def context(tmp_path: Path) -> Iterator[ApiContext]:
             OneNodeCluster(),
             lambda: 0.1,
             ManualClock(),
-            drills_enabled=True,
-            rate_per_s=0,
+            settings=Settings(home=tmp_path, ray_address=ray.url, drills=True, rate_per_s=0),
             ray=jobs,
             annexes=ANNEXES,
         )

@@ -12,7 +12,6 @@ from everstep.text import words
 from everstep.wire import Run
 from everstep.wire.events import EventKind
 from service.db.tables import runs as runs_table
-from service.model.provider_rule import Prices
 from tests.support.api_service import NOON, ApiService, Journal
 
 HOUR = 3600.0
@@ -88,7 +87,7 @@ async def test_the_pace_is_that_of_the_last_minute(api: ApiService) -> None:
 
 
 async def test_each_attempt_counts_the_resources_it_held(api: ApiService) -> None:
-    api.context.prices = Prices(None, 0.5, "EUR")
+    api.set(price_cpu_hour=0.5, currency="EUR")
     scaling = {"min_workers": 1, "max_workers": 3, "resources_per_worker": {"CPU": 4.0}}
     run_id, journal = await begun(api, world_size=3, scaling=scaling)
     at(api, journal, 100)
@@ -129,7 +128,7 @@ async def test_each_attempt_counts_the_resources_it_held(api: ApiService) -> Non
 
 
 async def test_gpus_are_counted_where_ranks_train_on_them(api: ApiService) -> None:
-    api.context.prices = Prices(2.0, None, "USD")
+    api.set(price_gpu_hour=2.0)
     run_id, journal = await begun(api)
     event = journal.event(
         EventKind.TRAINING_STARTED, total_steps=30, steps_per_epoch=10, device="cuda"

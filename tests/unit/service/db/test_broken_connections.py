@@ -14,7 +14,7 @@ from sqlalchemy import make_url, text
 from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from service.db.engine import Database, DatabaseUnavailable
-from service.db.lease import IdempotencyKey
+from service.db.ids import IdempotencyKey
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow

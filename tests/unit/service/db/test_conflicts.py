@@ -11,7 +11,6 @@ from sqlalchemy import Connection, Table, insert
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire.team import Quotas
-from service.annex import TableHooks
 from service.annexes.nodes.store import NodeMarkStore
 from service.api.auth import METRICS_TOKEN_ID, ensure_metrics_token
 from service.db.checkpoints import CodeArchives, OriginGone
@@ -19,7 +18,14 @@ from service.db.engine import Database
 from service.db.node_marks import StorageRecords
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.db.tables import code_archives, node_marks, projects, storage_identity, tokens
+from service.db.tables import (
+    TableHooks,
+    code_archives,
+    node_marks,
+    projects,
+    storage_identity,
+    tokens,
+)
 from service.db.tokens import TokenStore, sha256_of
 from service.model.rows import NodeMarkRow, TokenRow
 from service.model.run_rows import RunRow

@@ -20,13 +20,7 @@ from everstep.spec.parsing import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.db.engine import Database, DatabaseUnavailable
 from service.db.events import EventStore
-from service.db.lease import (
-    ALPHABET,
-    RUN_ID_PATTERN,
-    IdempotencyConflict,
-    IdempotencyKey,
-    new_id,
-)
+from service.db.ids import ALPHABET, RUN_ID_PATTERN, IdempotencyConflict, IdempotencyKey, new_id
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
@@ -368,7 +362,7 @@ _SUBMIT_FOREVER = """
 import sys
 from everstep.spec.parsing import parse_spec
 from service.db.engine import Database
-from service.db.lease import IdempotencyKey
+from service.db.ids import IdempotencyKey
 from service.db.runs import RunStore
 from tests.support.api_service import spec
 database = Database(sys.argv[1])

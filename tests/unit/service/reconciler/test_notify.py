@@ -21,7 +21,7 @@ from service.db.events import EventStore
 from service.db.runs import RunStore
 from service.reconciler.webhook_sender import GIVE_UP_S, Notifier
 from service.settings import Settings
-from service.submission_rules.packages import NOBODY, NotifyRule
+from service.submission_rules.allowed import NOBODY, NotifyRule
 from tests.support.api_service import ApiService, ManualClock, spec
 
 pytest_plugins = ["tests.support.database_fixtures"]
@@ -159,7 +159,7 @@ async def test_a_spec_may_name_allowed_origins_only(tmp_path: Path) -> None:
             "code.archive",
             "resume_from.run_id",
         ]
-        api.context.notify = RULE
+        api.set(notify=RULE)
         assert (await api.http.post("/v1/runs", json=spec(notify={"url": URL}))).status_code == 201
 
 

@@ -14,7 +14,7 @@ from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
 from service.process.app import opened
 from service.settings import CannotStart, Settings
-from service.submission_rules.packages import ANYWHERE, StorageRoots
+from service.submission_rules.allowed import ANYWHERE, StorageRoots
 from storage.errors import InvalidStorage, StorageUnavailable
 from storage.filesystem import Storage, open_storage
 from tests.support.api_service import ApiService, spec
@@ -82,7 +82,7 @@ def test_every_path_of_a_spec_is_looked_at_and_named() -> None:
 
 async def test_the_service_answers_422(tmp_path: Path) -> None:
     async with ApiService(tmp_path) as api:
-        api.context.storage_roots = StorageRoots(["/data"])
+        api.set(storage_roots=("/data",))
         answer = await api.http.post("/v1/runs", json=images("/srv/images"))
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
         [fault] = answer.json()["errors"]

@@ -14,7 +14,7 @@ from sqlalchemy import insert
 from everstep.spec.parsing import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.db.lease import new_id
+from service.db.ids import new_id
 from service.db.runs import new_row
 from service.db.tables import runs as runs_table
 from storage.logs.rank_logs import LogRecord, RankLogWriter

@@ -23,7 +23,7 @@ from service.annexes.access.provider import (
     Provider,
     ProviderUnavailable,
 )
-from service.model.provider_rule import GrantRule, ProviderRule
+from service.model.operator_rules import GrantRule, ProviderRule
 
 ISSUER = "https://login.example.org/realms/ml"
 NOW = 1_780_000_000.0

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from service.annexes.access.provider import CALLBACK_PATH, Provider
-from service.model.provider_rule import GrantRule, ProviderRule
+from service.model.operator_rules import GrantRule, ProviderRule
 from service.web.session import COOKIE, csrf_token
 from tests.support.api_service import ApiService, spec
 from tests.support.oidc_provider import OidcProvider, path_of

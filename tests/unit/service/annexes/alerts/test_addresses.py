@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from service.annexes.alerts.sender import NotAllowed, check_url, is_public, reachable
-from service.submission_rules.packages import NOBODY, NotifyRule
+from service.submission_rules.allowed import NOBODY, NotifyRule
 
 ROOT = Path(__file__).parents[5]
 RULE = NotifyRule(frozenset({"http://10.0.0.1:9000"}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from service.annexes.alerts.routes import store_of
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import DeliveryStore, IncidentStore
-from service.submission_rules.packages import NotifyRule
+from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.scripted_http import scripted
 from tests.support.web_browser import Browser
@@ -17,14 +17,14 @@ async def send_due(api: ApiService) -> None:
         IncidentStore(api.database, api.clock),
         api.context.events,
     )
-    await AlertSender(*stores, api.context.notify, clock=api.clock).work()
+    await AlertSender(*stores, api.context.settings.notify, clock=api.clock).work()
 
 
 async def test_an_alert_is_made_tried_and_deleted(api: ApiService) -> None:
     browser = await Browser.logged_in(api, api.token("admin"))
     assert "No alerts" in await browser.page("/alerts")
     with scripted() as receiver:
-        api.context.notify = NotifyRule(frozenset({receiver.url}), "s" * 16)
+        api.set(notify=NotifyRule(frozenset({receiver.url}), "s" * 16))
         url = f"{receiver.url}/s3cr3t"
         fields = {"project": "default", "name": "<b>on-call</b>", "when": "recovered"}
         fields |= {"format": "json", "url": url, "more_than": "x", "stalled_s": "", "addresses": ""}

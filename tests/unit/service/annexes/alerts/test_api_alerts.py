@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from service.submission_rules.packages import NotifyRule
+from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import ApiService
 
 URL = "https://hooks.slack.com/services/T0/B0/s3cr3tpath"
@@ -100,5 +100,5 @@ async def test_what_is_wrong_is_refused_by_name(
 async def test_what_the_operator_allows_may_be_called(api: ApiService) -> None:
     inside = {**SLACK, "format": "json", "url": "http://127.0.0.1:9000/x"}
     assert (await api.http.post("/v1/alerts", json=inside)).status_code == 422
-    api.context.notify = NotifyRule(frozenset({"http://127.0.0.1:9000"}), "s" * 16)
+    api.set(notify=NotifyRule(frozenset({"http://127.0.0.1:9000"}), "s" * 16))
     assert (await api.http.post("/v1/alerts", json=inside)).status_code == 201

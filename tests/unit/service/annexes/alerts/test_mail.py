@@ -15,7 +15,7 @@ from aiosmtpd.smtp import SMTP, AuthResult, Envelope, LoginPassword, Session
 
 from everstep.options.model import SettingsError
 from service.annexes.alerts.sender import send
-from service.model.provider_rule import MailServer
+from service.model.operator_rules import MailServer
 from service.settings import Settings
 from tests.support.service_process import free_port
 from tests.unit.service.process.test_serve_tls import certificate

@@ -27,7 +27,7 @@ from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.submission_rules.packages import NOBODY, NotifyRule
+from service.submission_rules.allowed import NOBODY, NotifyRule
 from tests.support.api_service import Journal, ManualClock, spec
 from tests.support.scripted_http import Answer, ScriptedServer, scripted
 

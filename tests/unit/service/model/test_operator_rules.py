@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.model.provider_rule import Grant, GrantRule
+from service.model.operator_rules import Grant, GrantRule
 
 
 def test_the_highest_role_comes_first_and_included_rights_are_left_out() -> None:

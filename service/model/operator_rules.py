@@ -1,4 +1,5 @@
-"""Logging in at an identity provider: the operator's rule, and which rights groups give."""
+"""What the operator sets: who may log in at the identity provider, with which rights; the mail
+server; prices."""
 
 from __future__ import annotations
 

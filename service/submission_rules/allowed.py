@@ -1,4 +1,4 @@
-"""The packages that runs of a project may bring (``runtime_env.pip``), as the operator allows."""
+"""What the operator allows a run to name: packages, storage roots and webhooks."""
 
 from __future__ import annotations
 
