@@ -37,4 +37,4 @@ if __name__ == "__main__":
 
     with state:
         left = 30 - state.step_number
-        Engine(update).run(data.batches(state), max_epochs=1, epoch_length=left)
+        Engine(update).run(data.batches(state, steps=30), max_epochs=1, epoch_length=left)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +24,11 @@ from train_fn.samples.sampler import MASK64, IndexArray, MicroBatch, Sampler, sh
 from train_fn.state.contents import DRAW_ALIKE, Contents, require_same_contents
 from train_fn.step.peers import Peers
 
+ENDLESS = (
+    "data.batches(state) yields the rest of one epoch, and this loop does not say at which epoch "
+    "it goes on after a restart. Write `for epoch in range(state.epoch, EPOCHS):` around it, or "
+    "data.batches(state, epochs=EPOCHS) in a loop of its own"
+)
 _MOST_STEPS = 64
 _MOST_SAMPLES = 1 << 14
 """Limit on the samples that are planned at once."""
@@ -108,11 +112,14 @@ class Consumer(Protocol):
     rank: int
     world_size: int
 
+    was_asked_for_epoch: bool
+
     @property
     def step_number(self) -> int: ...
 
-    def attach(self, data: Batches, total_steps: int | None) -> None:
-        """Let the state follow this data. Raises DataChanged if it was trained on other data."""
+    def attach(self, data: Batches, end: int) -> None:
+        """Let the state follow this data up to that step. Raises DataChanged if it was trained on
+        other data."""
 
     def note_data_error(self, error: Exception) -> None:
         """Keep what ends an iteration of the data."""
@@ -187,12 +194,17 @@ class Batches:
     def batches(
         self, state: Consumer, *, epochs: int | None = None, steps: int | None = None
     ) -> Iterator[Any]:
-        """Yield this rank's batches from the step that ``state`` is at, without end, or up to that
-        many epochs or steps of the whole run. Call ``state.step()`` once for each.
+        """Yield this rank's batches from the step that ``state`` is at, up to that many epochs or
+        steps of the whole run; without them, the rest of the epoch. Call ``state.step()`` once for
+        each.
 
         Random numbers that the step draws are seeded by its number. Samples are collated on the
         CPU.
         """
+        if epochs is None and steps is None:
+            if not state.was_asked_for_epoch:
+                raise BadTask(ENDLESS)
+            epochs = state.step_number // len(self) + 1
         total = _total_steps(len(self), epochs, steps)
         if self.sampler.global_batch_size < state.world_size:
             raise BadTask(
@@ -202,7 +214,7 @@ class Batches:
         state.attach(self, total)
         shares = Shares(self.sampler, state.rank, state.world_size)
         loaded = self._loaded(state, total)
-        while total is None or state.step_number < total:
+        while state.step_number < total:
             share = shares.of(state.step_number)
             try:
                 batch = next(loaded)
@@ -214,9 +226,9 @@ class Batches:
             self.taken = Taken(batch)
             yield batch
 
-    def _loaded(self, state: Consumer, total: int | None) -> Iterator[Any]:
+    def _loaded(self, state: Consumer, total: int) -> Iterator[Any]:
         shares = Shares(self.sampler, state.rank, state.world_size)
-        steps = count(state.step_number) if total is None else range(state.step_number, total)
+        steps = range(state.step_number, total)
         ahead = (_micro_batch(shares.of(step), state.rank) for step in steps)
         if not self._num_workers:
             return (self._keyed.__getitems__(micro).batch for micro in ahead)
@@ -234,12 +246,12 @@ def _micro_batch(share: Share, rank: int) -> MicroBatch:
     return MicroBatch(share.epoch, rank, np.asarray(share.indices), share.k)
 
 
-def _total_steps(per_epoch: int, epochs: int | None, steps: int | None) -> int | None:
+def _total_steps(per_epoch: int, epochs: int | None, steps: int | None) -> int:
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None:
             _require_whole(name, value, 1, of="batches")
     ends = [*([epochs * per_epoch] if epochs else []), *([steps] if steps else [])]
-    return min(ends, default=None)
+    return min(ends)
 
 
 def _length(dataset: Any) -> int:

@@ -28,6 +28,7 @@ def protect(
     run_id: str | None = None,
     checkpoint: Mapping[str, Any] | None = None,
     fresh: bool = False,
+    total_steps: int | None = None,
 ) -> Protected:
     """Return the protected state of a training loop, a context manager.
 
@@ -48,6 +49,8 @@ def protect(
             are, the name of its directory there (by default the script's), the spec's section
             ``checkpoint`` (``every_steps`` is ``auto`` unless given), and whether to begin anew. In
             a service, the run has its own.
+        total_steps: of the whole run, if no loader's ``epochs`` or ``steps`` says it: the page then
+            shows how far it is.
 
     Raises BadTask for arguments that cannot be protected.
     """
@@ -58,9 +61,9 @@ def protect(
                 "es.protect(accelerator=…) takes what accelerator.prepare returned; leave model, "
                 "optimizer, scheduler and heirs out"
             )
-        return AcceleratedLoop(accelerator, extra, torn, settings)
+        return AcceleratedLoop(accelerator, extra, torn, settings, total_steps)
     parts = parts_of(model, optimizer, scheduler, extra, heirs)
-    return Protected(parts, check_torn(torn, parts), settings)
+    return Protected(parts, check_torn(torn, parts), settings, total_steps)
 
 
 def loader(

@@ -67,7 +67,13 @@ class Protected:
     """The state of a user's loop. ``with state:`` takes over the newest trustworthy one, and leaves
     one if anything breaks. ``state.step(loss=loss)`` commits a step."""
 
-    def __init__(self, parts: LoopParts, torn: Torn, settings: OnItsOwn) -> None:
+    def __init__(
+        self,
+        parts: LoopParts,
+        torn: Torn,
+        settings: OnItsOwn,
+        total_steps: int | None = None,
+    ) -> None:
         self._parts, self._torn, self._settings = parts, torn, settings
         self._state = LoopState(parts)
         self._device = next(parts.parameters(), torch.empty(0)).device
@@ -98,7 +104,9 @@ class Protected:
         self.ends_with_commit = False
         """Whether nothing but the commit ends a step: an adapter's trainer does again what it does
         between two steps."""
-        self._total_steps: int | None = None
+        self.was_asked_for_epoch = False
+        """Whether the loop knows at which epoch it goes on."""
+        self._said_total = self._total_steps = total_steps
         self._stop: Stop | None = None
         """The stop that the ranks agreed on, once the final state is saved."""
         self._broken: BaseException | None = None
@@ -119,6 +127,7 @@ class Protected:
     @property
     def epoch(self) -> int:
         """Return the epoch of the next step, as ``es.loader`` counts; else 0."""
+        self.was_asked_for_epoch = True
         return self._state.epoch
 
     @property
@@ -214,8 +223,9 @@ class Protected:
         """Return every rank's value. A collective; used by loaders that go on."""
         return self._open().peers.gather(value)
 
-    def attach(self, data: Batches, total_steps: int | None) -> None:
-        """Let the state follow this data; called by ``es.loader``."""
+    def attach(self, data: Batches, end: int) -> None:
+        """Let the state follow this data up to the step ``end``; called by ``es.loader``. That is
+        the run's end, unless a loop over epochs has asked for its epoch alone."""
         training = self._open()
         if self._share is not None and self._state.data not in (None, data):
             raise BadTask(
@@ -224,8 +234,11 @@ class Protected:
                 'DataLoaders: es.loader(DataLoader(…)), extra={"one": …, "other": …}'
             )
         self._data_error = None
-        is_known = self._state.data is data and self._total_steps == total_steps
+        is_first = self._state.data is not data
         self._state.attach(data, training.peers)
+        is_of_epoch = self.was_asked_for_epoch and end == (self._state.epoch + 1) * len(data)
+        total_steps = self._said_total or (None if is_of_epoch else end)
+        is_known = not is_first and total_steps in (None, self._total_steps)
         self._total_steps, self._share = total_steps, None
         if self._state.is_closing and self._held is None:
             self._close_epoch(training)  # the state was left before that, by an older Everstep

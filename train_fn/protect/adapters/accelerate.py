@@ -17,9 +17,16 @@ class AcceleratedLoop(Protected):
     """A protected loop whose gradients are accumulated by an Accelerator: ``step`` commits only
     when the optimizer has stepped, as ``optimizer.step`` and ``scheduler.step`` do."""
 
-    def __init__(self, accelerator: Any, extra: Any, torn: str, settings: OnItsOwn) -> None:
+    def __init__(
+        self,
+        accelerator: Any,
+        extra: Any,
+        torn: str,
+        settings: OnItsOwn,
+        total_steps: int | None,
+    ) -> None:
         parts = parts_of_accelerator(accelerator, extra)
-        super().__init__(parts, check_torn(torn, parts), settings)
+        super().__init__(parts, check_torn(torn, parts), settings, total_steps)
         self._accelerator = accelerator
 
     def step(self, **metrics: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -158,7 +158,8 @@ def test_two_loaders_side_by_side_are_told_apart_from_a_forgotten_step(
     state, optimizer = protect(), torch.optim.SGD(model.parameters(), lr=0.1)
     one, other = data(), data()
     with pytest.raises(BadTask, match=r"two es\.loader\(dataset\) give batches to step 1"), state:
-        for (first,), _ in zip(one.batches(state), other.batches(state), strict=True):
+        sides = (each.batches(state, epochs=9) for each in (one, other))
+        for (first,), _ in zip(*sides, strict=True):
             train(model, optimizer, first)
             state.step()
     state = protect(optimizer=optimizer, fresh=True)
@@ -348,7 +349,7 @@ def test_a_loop_that_changes_what_was_restored_is_refused(
         with pytest.raises(expected, match=words if begins else "planned"), state:
             assert state.step_number == begins
             model.load_state_dict(pretrained)
-            for batch in data().batches(state):
+            for batch in data().batches(state, epochs=9):
                 if state.step_number == 4:
                     raise LookupError("planned")
                 state.step(loss=train(model, optimizer, *batch))
@@ -389,7 +390,7 @@ def test_a_loop_that_ends_within_a_step_saves_nothing_of_it(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = protect(optimizer=optimizer)
     with pytest.raises(BadTask, match="ended within step 3"), state:
-        for batch in data().batches(state):
+        for batch in data().batches(state, epochs=9):
             train(model, optimizer, *batch)
             if state.step_number == 2:
                 break
@@ -407,7 +408,7 @@ def test_an_error_leaves_the_state_before_the_step_that_failed(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before: dict[str, torch.Tensor] = {}
     with pytest.raises(LookupError), protect(optimizer=optimizer) as state:
-        for (batch,) in data().batches(state):
+        for (batch,) in data().batches(state, epochs=9):
             if state.step_number == 4:
                 before = {name: value.clone() for name, value in model.state_dict().items()}
                 model(batch)
@@ -433,7 +434,59 @@ def test_other_data_than_before_is_refused(
     monkeypatch.setattr(training, "_begun", {})  # as in a new process
     torch.manual_seed(1)
     with pytest.raises(DataChanged, match="21 samples"), protect() as state:
-        next(data(21).batches(state))
+        next(data(21).batches(state, epochs=9))
+
+
+@pytest.mark.parametrize(
+    ("asks", "end", "total", "expected"),
+    [
+        ("epoch", {}, None, [None, None]),
+        ("epoch", {}, 9, [9, 9]),
+        ("epoch", "epoch", None, [None, None]),
+        ("nothing", {"epochs": 3}, None, [None, 9]),
+    ],
+)
+def test_a_loop_over_epochs_ends_each_and_goes_on_in_it_and_its_end_is_never_taken_for_the_run_s(
+    asks: str,
+    end: Any,
+    total: int | None,
+    expected: list[int | None],
+    protect: Callable[..., Protected],
+    model: nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    for dies in (4, None):
+        monkeypatch.setattr(training, "_begun", {})  # as in a new process
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = protect(optimizer=optimizer, total_steps=total)
+        with suppress(LookupError), state:
+            read = data()
+            for epoch in range(state.epoch, 3) if asks == "epoch" else [0]:
+                limit = {"epochs": epoch + 1} if end == "epoch" else end
+                for batch in read.batches(state, **limit):
+                    if state.step_number == dies:
+                        raise LookupError("planned")
+                    seen.append((epoch, state.step_number))
+                    state.step(loss=train(model, optimizer, *batch))
+    assert [step for _, step in seen] == list(range(9))
+    if asks == "epoch":
+        assert [epoch for epoch, _ in seen] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run")
+    found = read_journal(run_dir, 1, None, 1000)[0]
+    began = [event.data for event in found if event.kind is EventKind.TRAINING_STARTED]
+    assert [each["total_steps"] for each in began] == 2 * expected
+
+
+def test_a_loop_that_would_begin_its_epochs_again_after_a_restart_is_refused_before_a_step(
+    protect: Callable[..., Protected],
+) -> None:
+    refused = pytest.raises(BadTask, match=r"for epoch in range\(state\.epoch, EPOCHS\)")
+    with refused, protect() as state:
+        for _ in range(5):
+            for _ in data().batches(state):
+                raise AssertionError("a batch is there")
 
 
 def test_a_loader_of_ones_own_is_said_not_to_be_exact(
@@ -635,7 +688,7 @@ def test_data_in_another_order_after_a_restart_is_refused_within_an_epoch(
         expected = DataChanged if is_refused else LookupError
         words = r"not the same: batch of its last batch.*sort what" if is_refused else "planned"
         with pytest.raises(expected, match=words), state:
-            for inputs in es.loader(Unordered(listed), 8).batches(state):
+            for inputs in es.loader(Unordered(listed), 8).batches(state, epochs=9):
                 if state.step_number == (dies if listed == names else dies + 1):
                     raise LookupError("planned")
                 state.step(loss=train(model, optimizer, inputs))
