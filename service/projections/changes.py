@@ -315,11 +315,8 @@ def epoch_completed(run: RunRow, event: EventRow) -> Changes:
 def _epoch_at(run: RunRow, epoch: int) -> int:
     """Return the epoch in progress; the last one stays in progress to the end.
 
-    A user's own loop is not bound by the spec's ``train.epochs``. Its own end is known once it has
-    reported how many steps it makes.
+    It is known once the run has reported how many steps it makes.
     """
-    if not run.stored_spec.runs_own_function:
-        return min(epoch, run.stored_spec.train.epochs - 1)
     if not run.total_steps or not run.steps_per_epoch:
         return epoch
     return min(epoch, (run.total_steps - 1) // run.steps_per_epoch)

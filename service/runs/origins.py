@@ -144,11 +144,10 @@ def _nothing_left(spec: RunSpec, parent: RunRow, step: int) -> list[FieldError]:
     """Return a fault if the run would end before its first step."""
     if not parent.steps_per_epoch:
         return []
-    by_epochs = spec.train.epochs * parent.steps_per_epoch
-    total = min(by_epochs, spec.train.max_steps or by_epochs)
+    total = spec.train.max_steps or spec.train.epochs * parent.steps_per_epoch
     if step < total:
         return []
-    field = "epochs" if total == by_epochs else "max_steps"
+    field = "epochs" if spec.train.max_steps is None else "max_steps"
     return [
         FieldError(
             ("train", field),

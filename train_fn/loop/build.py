@@ -137,8 +137,7 @@ def build_parts(ctx: WorkerContext) -> Parts:
     every_weight = sketch_weights(model, all_of_it=True) if is_gathered else None
     shards = shard_model(ctx, task, model, datasets.get("val")) if is_gathered else None
     warnings = list(warnings_of(model, in_eval))
-    all_steps = train.epochs * sampler.steps_per_epoch
-    total_steps = min(all_steps, train.max_steps or all_steps)
+    total_steps = train.max_steps or train.epochs * sampler.steps_per_epoch
     seed_building(train.seed, _OPTIMIZER)
     with nullcontext() if shards is None else shards.under_own_classes():
         optimizer = built_optimizer(spec, task, model)

@@ -86,8 +86,9 @@ def test_metrics_move_the_run() -> None:
 
 
 def test_the_last_epoch_stays_in_progress() -> None:
-    assert project(run_row(), event(EventKind.EPOCH_COMPLETED, epoch=0)).columns == {"epoch": 1}
-    assert project(run_row(), event(EventKind.EPOCH_COMPLETED, epoch=2)).columns == {"epoch": 2}
+    known = replace(run_row(), total_steps=30, steps_per_epoch=10)
+    assert project(known, event(EventKind.EPOCH_COMPLETED, epoch=0)).columns == {"epoch": 1}
+    assert project(known, event(EventKind.EPOCH_COMPLETED, epoch=2)).columns == {"epoch": 2}
 
 
 def test_the_epochs_of_a_users_own_loop_are_not_bound_by_the_spec() -> None:

@@ -184,6 +184,13 @@ def test_what_a_task_may_have_is_used(storage: Storage, capsys: pytest.CaptureFi
     assert {point["values"]["lr"] for point in journal_of(ctx).points} == {0.5}
 
 
+def test_steps_decide_over_epochs(storage: Storage) -> None:
+    for max_steps, expected in ((1, 1), (None, 3), (7, 7)):
+        ctx = context(storage, TASK, submission=expected, train={"max_steps": max_steps})
+        train(ctx)
+        assert journal_of(ctx).points[-1]["step"] == expected
+
+
 def test_the_number_of_threads_is_the_spec_s_whatever_a_build_sets(storage: Storage) -> None:
     """Another attempt begins with what was built, and sets none."""
     sets = changed(
@@ -274,4 +281,4 @@ def test_gradients_of_what_the_optimizer_does_not_hold_neither_add_up_nor_count(
     norms, alone = (
         [point["values"]["grad_norm"] for point in journal_of(each).points] for each in (ctx, other)
     )
-    assert norms == alone and len(norms) == 3
+    assert norms == alone and len(norms) == 4
