@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,43 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from everstep.spec.run_spec import RunSpec
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.moving_buffers import Rows
 from tests.support.one_rank import one_rank, small_task_alone
-from tests.unit.train_fn.loop.test_buffers import SPEC, model_of
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import build
 from train_fn.loop.attempt import train
 
 pytestmark = pytest.mark.own_process
+
+SPEC = RunSpec.model_validate(
+    {
+        "name": "buffers",
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+        "train": {
+            "epochs": 1,
+            "global_batch_size": 10,
+            "micro_batch_size": 7,
+            "loader": {"num_workers": 0},
+        },
+        "checkpoint": {"every_steps": 100},
+    }
+)
+
+
+def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
+    store = CheckpointStore(run_dir)
+    newest = store.list()[-1]
+    found: dict[str, torch.Tensor] = torch.load(
+        io.BytesIO(store.read_file(newest.name, "model.pt")), weights_only=True
+    )
+    return found
 
 
 class Normed(nn.Module):
