@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_767,
     "service": 27_512,
     "train_fn": 49_048,
-    "tests": 91_457,
+    "tests": 91_451,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
