@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_767,
     "service": 27_460,
     "train_fn": 49_041,
-    "tests": 91_465,
+    "tests": 91_451,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -65,29 +65,6 @@ def test_a_drained_node_s_ranks_move_and_lose_no_step(client: Client) -> None:
 
 
 @pytest.mark.chaos
-def test_a_cordoned_node_keeps_its_ranks_until_they_restart_and_gets_no_others(
-    client: Client,
-) -> None:
-    run = client.runs.create(digits("cordoned", epochs=80))
-    wait_for_step(run, 25)
-    cordoned = nodes_of(run)[1]
-    assert client.nodes.cordon(cordoned).state == "CORDONED"
-    wait_for_step(run, run.step + 40)
-    assert run.attempt == 1 and cordoned in nodes_of(run)
-    other = client.runs.create(digits("beside", epochs=1, workers=(2, 2)))
-    wait_for(lambda: other.refresh().reason is not None, 120, "a reason to wait")
-    assert other.status == "QUEUED"
-
-    psutil.Process(run.attempts()[-1].workers[1].pid).kill()
-    wait_for(lambda: len(run.attempts()) == 2, 120, "the second attempt")
-    assert cordoned not in nodes_of(run)
-    run.wait(timeout_s=240)
-    assert run.steps_lost == 0
-    other.wait(timeout_s=240)
-    assert cordoned not in nodes_of(other)
-
-
-@pytest.mark.chaos
 def test_a_drain_without_other_room_frees_the_node_and_the_run_goes_on_once_it_may(
     service: ServiceProcess, client: Client
 ) -> None:

@@ -106,9 +106,3 @@ def test_a_validation_that_raises_at_the_end_leaves_the_last_step_to_go_on_from(
     assert [step for step, _ in again.steps()] == [11, 12]
     newest = CheckpointStore(again.run_dir).lineage()[-1]
     assert line_in(again, newest.name) == pytest.approx(by_plain_torch(12), rel=1e-5)
-
-
-@pytest.mark.chaos
-def test_a_loss_that_raises_in_the_middle_leaves_the_steps_before_it(begin: Begin) -> None:
-    limit = (by_plain_torch(6)[1] + by_plain_torch(7)[1]) / 2
-    check_kept(begin(30, {"broken": "loss", "limit": limit}), "loss", 7)

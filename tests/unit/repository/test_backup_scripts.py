@@ -89,20 +89,6 @@ def test_a_store_that_does_not_start_again_is_named(run: Run) -> None:
     assert "docker compose start object-store" in ended.stderr
 
 
-def test_two_backups_do_not_write_one_directory(run: Run, calls: Path, tmp_path: Path) -> None:
-    (tmp_path / "copy.partial").mkdir()
-    ended = run("backup.sh", "copy", RUNNING="c1")
-    assert ended.returncode != 0 and "another backup" in ended.stderr
-    assert (tmp_path / "copy.partial").is_dir()
-    assert "stop" not in calls.read_text()
-
-
-def test_a_backup_of_what_does_not_run_leaves_no_directory(run: Run, tmp_path: Path) -> None:
-    ended = run("backup.sh", "of/this/week")
-    assert ended.returncode != 0 and "database does not run here" in ended.stderr
-    assert not (tmp_path / "of").exists()
-
-
 @pytest.fixture
 def copy(run: Run, tmp_path: Path) -> str:
     assert run("backup.sh", "copy", RUNNING="c1").returncode == 0

@@ -4,16 +4,15 @@ samples the weights used; and what never began is no figure."""
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import recovery
-from benchmarks.by_turns import BLOCK, ORDER, SETTLING, Kind, Turn
+from benchmarks.by_turns import BLOCK, SETTLING, Kind, Turn
 from benchmarks.recovery import counted
-from benchmarks.steady import NUM_KINDS, quiet_steps, results_of, rounds_of, settled_steps
+from benchmarks.steady import quiet_steps, settled_steps
 
 
 def make_turn(kind: Kind, step_s: float, slow: dict[int, set[int]] | None = None) -> Turn:
@@ -35,29 +34,6 @@ def test_steps_beside_slow_work_of_any_rank_are_not_quiet() -> None:
     lost = {29, 30, 49, 50, 51, BLOCK - 1}
     assert len(of(turns[0])) == BLOCK - SETTLING - len(lost) and set(of(turns[0])) == {1.0}
     assert len(of(turns[1])) == len(settled_steps(turns[1])) == BLOCK - SETTLING
-
-
-def test_a_core_that_is_always_slower_than_the_other_is_quiet() -> None:
-    turn = make_turn("plain", 1.0)
-    slower = Turn("plain", turn.steps_s, [turn.works_s[0], [2 * work for work in turn.works_s[1]]])
-    assert len(quiet_steps([slower])(slower)) == BLOCK - SETTLING
-
-
-def test_quiet_steps_tell_what_a_noisy_machine_hides() -> None:
-    """Steps that are 1 % longer, on cores that are half as fast for a third of the time."""
-    chance = random.Random(3)
-    turns = []
-    for number in range(20 * NUM_KINDS):
-        kind = ORDER[number % len(ORDER)]
-        slow = {rank: {at for at in range(BLOCK + 1) if chance.random() < 0.2} for rank in range(2)}
-        turns.append(make_turn(kind, 0.02525 if kind == "protected" else 0.025, slow))
-    quiet = results_of(rounds_of(turns, quiet_steps(turns)))
-    assert quiet["rounds"] == 19, "the first one does not count"
-    assert (
-        quiet["ratio_of_means"]["mean"] == pytest.approx(1.01)
-        and quiet["ratio_of_means"]["standard_error"] < 1e-6
-    )
-    assert results_of(rounds_of(turns, settled_steps))["ratio_of_means"]["standard_error"] > 1e-3
 
 
 def test_a_side_that_does_not_start_has_no_time_of_recovery(

@@ -11,8 +11,6 @@ from everstep import Client
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
 from storage.logs.journal import JournalEvent
-from tests.chaos import soak
-from tests.chaos.faults import KINDS
 from tests.chaos.history_checker import Expected, strangers, violations
 from tests.support.api_service import ApiService, Journal
 
@@ -170,8 +168,3 @@ async def test_what_strangers_are_told(api: ApiService) -> None:
     assert await asyncio.to_thread(lambda: list(strangers(api.url, own, run_id))), (
         "somebody of the project is no stranger"
     )
-
-
-def test_every_fault_of_a_soak_can_be_done() -> None:
-    assert set(soak.FAULTS) - set(KINDS) == {"node_drained", "checkpoint_damaged"}
-    assert set(soak.EXPLAINS) <= set(soak.FAULTS)

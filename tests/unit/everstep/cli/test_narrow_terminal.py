@@ -7,7 +7,6 @@ import asyncio
 from everstep.wire import Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService
-from tests.support.command_line import finish
 from tests.support.narrow_terminal import COLUMNS, NarrowTerminal, on_terminal
 
 LONG = "a-name-of-a-run-that-is-longer-than-a-terminal-is-wide-" * 2
@@ -48,17 +47,6 @@ async def test_the_audit_log_keeps_targets_whole(api: ApiService) -> None:
     run_id = await api.create()
     code, lines = await asyncio.to_thread(on_terminal, "audit")
     assert code == 0 and [line for line in narrow(lines) if run_id in line]
-
-
-async def test_show_breaks_between_words(api: ApiService) -> None:
-    run_id = await finish(
-        api, "failed", {"code": "system_failures_exhausted", "message": "too many failures " * 9}
-    )
-    code, lines = await asyncio.to_thread(on_terminal, "show", run_id)
-    assert code == 0 and f"id        {run_id}" in narrow(lines)
-    assert "status    FAILED" in lines
-    told = " ".join(line.strip() for line in lines)
-    assert told.count("too many failures") == 9
 
 
 async def test_watch_keeps_the_status_whole_beside_a_long_name(api: ApiService) -> None:

@@ -145,3 +145,9 @@ def test_nothing_leads_to_another_cluster_or_another_token() -> None:
 def test_all_ranks_list_sets_in_one_order_which_the_operator_may_choose() -> None:
     assert environment({})["PYTHONHASHSEED"] == "0"
     assert environment({"PYTHONHASHSEED": "12"})["PYTHONHASHSEED"] == "12"
+
+
+def test_one_cpu_means_one_thread_unless_the_operator_says_otherwise() -> None:
+    assert environment({})["OMP_NUM_THREADS"] == "1"
+    assert environment({"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in environment({}, cpus_per_node=4)

@@ -6,7 +6,6 @@ from typing import Any
 
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
-from service.web import rendering as curves
 from service.web.run_page import Fault, lanes
 
 
@@ -59,19 +58,3 @@ def test_a_group_whose_driver_died_ends_where_the_next_begins_and_finished_ones_
     assert found is not None and found.end == 30
     assert [(part.start, part.end) for part in found.lanes[0].segments] == [(10, 15), (20, 30)]
     assert lanes([], now=5) is None
-
-
-def test_restarts_are_marked_with_what_they_followed() -> None:
-    restored = {"step": 0}, {"step": 7}, {"step": 9}
-    found = curves.marks(
-        history(
-            (1, EventKind.RESTORED, 1, restored[0]),
-            (5, EventKind.FAILURE, 1, {"first_rank": 1, "verdict": "hang"}),
-            (6, EventKind.RESTORED, 2, restored[1]),
-            (8, EventKind.RESTORED, 3, restored[2]),
-        )
-    )
-    assert [(mark["step"], mark["at"], mark["label"]) for mark in found] == [
-        (7, 6, "attempt 2: hang of rank 1"),
-        (9, 8, "attempt 3"),
-    ]

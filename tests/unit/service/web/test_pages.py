@@ -231,11 +231,3 @@ async def test_the_reference_needs_nothing_from_elsewhere(api: ApiService) -> No
         assert (await http.get(address)).status_code == 200
     assert (await http.get("/static/../app.py")).status_code == 404
     assert (await http.get("/static/%2e%2e/rendering.py")).status_code == 404
-
-
-async def test_a_run_links_to_its_page(api: ApiService) -> None:
-    api.context.public_url = "https://everstep.example"
-    run_id = await api.create()
-    assert (await api.get(f"/v1/runs/{run_id}"))["links"][
-        "dashboard"
-    ] == f"https://everstep.example/runs/{run_id}"

@@ -252,6 +252,19 @@ def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(
     assert client.close(timeout_s=20)
 
 
+def test_a_backlog_is_sent_without_a_pause(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_BATCH", 10)
+    way = Faulty(JournalServer(run_dir, 1))
+    with way.lock:
+        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=600.0)
+        for step in range(95):
+            client.emit(EventKind.EVALUATED, {"step": step})
+    assert client.close(timeout_s=20)
+    assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(95))
+
+
 def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,20 @@ def test_a_file_that_is_something_else_is_named(local_storage: Storage, data: by
         read_node_marks(local_storage)
 
 
+def test_the_file_is_written_when_it_differs_and_healed(
+    any_storage: Storage, store: NodeMarkStore
+) -> None:
+    file = MarksFile(any_storage, store, lambda: None)
+    assert not file.publish(), "no mark and no file are the same"
+    store.mark("a", "cordoned", "ann", reason="x")
+    assert file.publish() and not file.publish()
+    assert read_node_marks(any_storage) == {"a": MarkedNode("a", "cordoned", "x", "ann", NOON)}
+    any_storage.files.write(PATH, b"spoilt")
+    assert file.publish()
+    store.mark("a", "open", "ann")
+    assert file.publish() and read_node_marks(any_storage) == {}
+
+
 class _TwoWriters(MemoryObjects):
     """Storage in which another writer of the same file comes in between a look at the database and
     the write that follows it."""
@@ -189,6 +203,20 @@ def remote(gate: _Gate) -> Storage:
     storage = Storage("s3://memory/prefix")
     storage.__dict__["files"] = gate
     return storage
+
+
+def test_drivers_read_at_most_once_a_second_and_see_what_changed(
+    remote: Storage, gate: _Gate, clock: ManualClock
+) -> None:
+    reader = MarksReader(remote, clock)
+    assert reader.marks() == {}
+    write_marks_file(remote, encode_marks(MARKS))
+    for _ in range(5):
+        assert reader.marks() == {}
+    assert gate.num_reads == 1
+    clock.now += reading.READ_INTERVAL_S
+    assert set(reader.marks()) == {"a", "b"} and reader.marks()["b"].state == "draining"
+    assert gate.num_reads == 2
 
 
 def test_the_last_known_marks_stay_while_storage_fails(

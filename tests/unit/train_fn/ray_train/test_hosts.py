@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from train_fn.ray_train.group.end import Host, end_hosts
+from train_fn.ray_train.group.end import Host, Hosts, end_hosts
 from train_fn.ray_train.group.placement import Bundle
 
 
@@ -76,3 +76,15 @@ def test_hosts_are_ended_though_the_cluster_does_not_answer(
 
 def host(number: int, node_id: str, step: int) -> Host:
     return Host(Actor(), Bundle(None, node_id, number), 100 + number, step)  # type: ignore[arg-type]
+
+
+def test_what_is_held_is_taken_once_or_ended() -> None:
+    held = Hosts(20.0)
+    one, other = host(1, "a", 6), host(2, "a", 7)
+    held.hold([one, other])
+    assert held.take() == [one, other] and held.take() == []
+    held.hold([other])
+    held.end()
+    assert other.actor.did == ["wrote", "killed"] and one.actor.did == []
+    held.end()
+    assert other.actor.did.count("killed") == 1

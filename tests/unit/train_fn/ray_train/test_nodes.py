@@ -88,3 +88,20 @@ class Seen:
 @pytest.fixture
 def seen(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Seen:
     return Seen(local_storage, monkeypatch)
+
+
+def test_an_excluded_node_gets_no_ranks_for_a_while(seen: Seen) -> None:
+    seen.nodes.exclude(["b"])
+    seen.now = 59.0
+    assert seen.excluded() == ["b"]
+    seen.now = 61.0
+    assert seen.excluded() == []
+
+
+def test_nodes_that_were_just_read_are_not_read_again(seen: Seen) -> None:
+    seen.nodes.read()
+    seen.now = 1.9
+    assert seen.nodes.recent() == seen.views and seen.num_reads == 1
+    seen.now = 2.0
+    seen.nodes.recent()
+    assert seen.num_reads == 2

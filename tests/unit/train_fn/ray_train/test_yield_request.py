@@ -106,3 +106,72 @@ def test_ranks_that_would_be_taken_away_with_their_node_are_killed_once(turns: T
     for now in (112.0, 113.0):
         turns.turn(now)
         assert turns.group.abandoned == [frozenset({"b"})]
+
+
+class Recruiting:
+    """Is ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready, self.asked_for = False, list[tuple[int, int]]()
+        self.ended = self.dismissed = 0
+
+    def are_ready(self, num_workers: int, scaling: object, attempt: int) -> bool:
+        self.asked_for.append((num_workers, attempt))
+        return self.ready
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def dismiss(self) -> None:
+        self.dismissed += 1
+
+
+@pytest.mark.parametrize(("draining", "wanted"), [("", 2), ("", 1), ("b", 1)])
+def test_ranks_that_make_room_do_not_wait_for_those_that_were_to_join(
+    draining: str, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recruits = Recruiting()
+    turns = Turns(monkeypatch, recruits)
+    turns.sizes.wanted, turns.sizes.draining = 3, frozenset()
+    turns.turn(100.0)
+    turns.sizes.wanted, turns.sizes.draining = wanted, frozenset(draining)
+    turns.turn(101.0)
+    assert (turns.group.num_asked, recruits.dismissed) == (1, 1)
+
+
+def test_ranks_of_a_node_that_goes_soon_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns(monkeypatch, Recruiting())
+    turns.sizes.wanted, turns.leave_by = 2, 1120.0
+    turns.turn(103.0)
+    assert turns.group.num_asked == 0
+    turns.turn(104.0)
+    assert turns.group.num_asked == 1 and turns.group.hands_over
+
+
+def test_ranks_save_if_all_their_nodes_are_drained_after_they_were_asked_to_hand_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recruits = Recruiting()
+    recruits.ready = True
+    turns = Turns(monkeypatch, recruits)
+    turns.sizes.wanted, asked = 3, []
+    for draining in ("", "a", "ab", "ab"):
+        turns.sizes.draining = frozenset(draining)
+        turns.turn(100.0)
+        asked.append((turns.group.num_asked, turns.group.hands_over))
+    assert asked == [(1, True), (1, True), (2, False), (2, False)]
+
+
+@pytest.mark.parametrize("case", ["the driver is gone", "all nodes go", "new processes"])
+def test_ranks_save_where_no_process_of_theirs_goes_on(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recruits = None if case == "new processes" else Recruiting()
+    turns = Turns(monkeypatch, recruits)
+    if recruits is not None:
+        recruits.ready = True
+    turns.sizes.wanted, turns.is_leaving = 1, case == "the driver is gone"
+    if case == "all nodes go":
+        turns.sizes.draining = frozenset({"a", "b"})
+    turns.turn(100.0)
+    assert turns.group.num_asked == 1 and not turns.group.hands_over
