@@ -20,10 +20,10 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_546,
-    "storage": 5_767,
+    "storage": 5_764,
     "service": 27_512,
-    "train_fn": 49_048,
-    "tests": 97_103,
+    "train_fn": 48_929,
+    "tests": 97_100,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
