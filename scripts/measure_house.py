@@ -20,9 +20,9 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_527,
-    "storage": 5_767,
+    "storage": 5_764,
     "service": 27_460,
-    "train_fn": 49_041,
+    "train_fn": 48_929,
     "tests": 91_451,
 }
 """Lines of Python below each folder."""

@@ -342,4 +342,4 @@ class RunRehearsal(Answer):
     at: Time | None = None
     """When this became known; null if nothing is."""
     report: Rehearsal | None = None
-    """What it showed, once it is made in the service."""
+    """What it showed, once it is made."""

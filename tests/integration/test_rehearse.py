@@ -45,7 +45,7 @@ def rehearse(directory: Path, *arguments: object, every: bool = True) -> Rehears
     ended = subprocess.run(
         [*command, *map(str, arguments)],
         cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "EVERSTEP_HOME": str(directory / "home")},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
