@@ -156,12 +156,12 @@ def publishing_all_the_time() -> None:
     boundary = threading.Condition()
     step, closing = 0, False
 
-    def count_and_offer(self: whole.WholeKeeper, *, due: bool | None = None) -> None:
+    def count_and_offer(self: whole.WholeKeeper, due: bool | None = None) -> None:
         nonlocal step
         with boundary:
             step = self._state.step
             boundary.notify_all()
-        offer(self, due=due)
+        offer(self, due)
 
     def publish_late(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
         with boundary:

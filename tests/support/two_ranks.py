@@ -122,8 +122,8 @@ class Rank:
 
     def step(self, *, saves: bool = False) -> None:
         self.change()
-        self.state.step += 1
-        self.session.commit()
+        with self.session.commit():
+            self.state.step += 1
         self.session.reporter.step_done({}, None)
         self.session.keep(is_due=saves)
 

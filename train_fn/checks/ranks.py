@@ -90,7 +90,7 @@ def require_same_samples(peers: Peers, contents: Contents, data_name: str, advic
             )
 
 
-@checked(Moment.RESTORED, cost="a sketch of all weights, and a small exchange")
+@checked(Moment.RESTORED, cost="a fingerprint of all weights, and a small exchange")
 def check_model(peers: Peers, source: str, mine: dict[str, Sketch], *, fresh: bool) -> None:
     """Raise BadTask if a rank has built another model than rank 0. A collective.
 
@@ -350,7 +350,7 @@ def _tensors_of(state: TrainState) -> dict[str, torch.Tensor]:
 
 @checked(
     *(Moment.STEP, Moment.EVALUATED, Moment.EPOCH_HOOK, Moment.LEAVING),
-    cost="sketches of the tensors that differ",
+    cost="fingerprints of the tensors that differ",
 )
 def _require_alike(
     source: str, names: list[str], sketches: list[dict[str, Sketch]], of: int = 1

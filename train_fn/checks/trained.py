@@ -354,7 +354,7 @@ def _by_name(names: dict[int, str]) -> dict[str, int]:
 Batches = Callable[[], Generator[tuple[int | None, Any]]]
 
 
-@checked(Moment.FIRST_PASS, Moment.TRIED, cost="a sketch of one batch")
+@checked(Moment.FIRST_PASS, Moment.TRIED, cost="a fingerprint of one batch")
 def require_samples_kept(
     source: str, loaded: Sketch, batch: Any, read: Callable[[], Sketch]
 ) -> None:

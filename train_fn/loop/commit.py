@@ -80,22 +80,21 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     values = {"lr": lr, **measured}
     if own is None or own.has_loss:
         values = {"loss": _finite(totals.loss_sum / totals.weight), **values}
-    training.session.change()
-    state.task = task_state
-    replica.volatile.adopt()  # before hooks of the optimizer move what they move
-    skipped = own is None and _update_weights(replica)
-    if replica.after_step is not None and not skipped:
-        _call_after_step(replica, replica.after_step)
-        state.task = replica.task_state.capture()
-    if state.ema is not None and not skipped:
-        state.ema.update(state.step + 1)
-    if state.scheduler is not None:
-        replica.learning_rates.tick()
-    counted = cache(totals.counted)  # both enter it, in groups of steps
-    state.ledger.commit(state.step, counted)
-    state.chain.add(_link(replica, totals, counted))
-    state.step += 1
-    training.session.commit()
+    with training.session.commit():
+        state.task = task_state
+        replica.volatile.adopt()  # before hooks of the optimizer move what they move
+        skipped = own is None and _update_weights(replica)
+        if replica.after_step is not None and not skipped:
+            _call_after_step(replica, replica.after_step)
+            state.task = replica.task_state.capture()
+        if state.ema is not None and not skipped:
+            state.ema.update(state.step + 1)
+        if state.scheduler is not None:
+            replica.learning_rates.tick()
+        counted = cache(totals.counted)  # both enter it, in groups of steps
+        state.ledger.commit(state.step, counted)
+        state.chain.add(_link(replica, totals, counted))
+        state.step += 1
     replica.learning_rates.check()
     replica.learning_rates.note_options()
     if skipped:

@@ -40,7 +40,7 @@ from train_fn.step import nccl
 logger = logging.getLogger(__name__)
 
 
-class _Departure:
+class _Leaving:
     """What Everstep's loop does when its attempt broke (``Leaver``)."""
 
     def __init__(self, ctx: WorkerContext, progress: RankProgress) -> None:
@@ -87,10 +87,10 @@ class _Departure:
 
 def leave(ctx: WorkerContext, progress: RankProgress, cause: BaseException) -> StepFailed:
     """Leave an attempt that broke (``session.leave``), and return what happened."""
-    departure = _Departure(ctx, progress)
-    error, problem = leave_attempt(ctx, progress.session, cause, departure)
+    leaving = _Leaving(ctx, progress)
+    error, problem = leave_attempt(ctx, progress.session, cause, leaving)
     progress.replica = progress.training = progress.session = None
-    error = dataclasses.replace(error, phase=progress.phase, memory=departure.memory)
+    error = dataclasses.replace(error, phase=progress.phase, memory=leaving.memory)
     return StepFailed(error, problem)
 
 

@@ -387,13 +387,13 @@ class Protected:
             # Not before: a graph that waits for another optimizer's step may hold them.
             training.buffers.share()
         self._held = Held(training.session.saver.is_due(), commits.stop)
-        state.count_step(share)
-        state.note_batch(self.rank, self.world_size)
-        training.boundary.commit()
-        state.note_parts()
-        if training.shadows is not None:
-            training.shadows.take()
-        training.session.commit()
+        with training.session.commit():
+            state.count_step(share)
+            state.note_batch(self.rank, self.world_size)
+            training.boundary.commit()
+            state.note_parts()
+            if training.shadows is not None:
+                training.shadows.take()
         self._is_settled, self._share = False, None
         commits.start(share, values, saves=self._held.due)
         training.checks.at(Moment.STEP)

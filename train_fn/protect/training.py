@@ -197,7 +197,7 @@ def guarantee(state: LoopState) -> str:
     return LOADER_RESTORED if state.parts.loaders else UP_TO_LOADER
 
 
-# ---------------------------------------------------------------- departure
+# ---------------------------------------------------------------- leaving
 
 # What a rank keeps of a protected loop that an error ended.
 
@@ -207,7 +207,7 @@ _TORN = (
 )
 
 
-class _Departure(Leaver):
+class _Leaving(Leaver):
     """What a protected loop does when its attempt broke (``Leaver``)."""
 
     def __init__(self, ctx: WorkerContext, training: LoopTraining | None) -> None:
@@ -240,13 +240,13 @@ def leave(
     Args:
         training: None if the error came before it was built.
     """
-    departure = _Departure(ctx, training)
+    leaving = _Leaving(ctx, training)
     session = None if training is None else training.session
-    error, problem = leave_attempt(ctx, session, cause, departure)
-    if departure.fault is not None:
-        said = describe_error(departure.fault, ctx.world_rank)
+    error, problem = leave_attempt(ctx, session, cause, leaving)
+    if leaving.fault is not None:
+        said = describe_error(leaving.fault, ctx.world_rank)
         error = dataclasses.replace(said, step=error.step, snapshot_step=error.snapshot_step)
-    return Left(dataclasses.replace(error, phase="protect"), problem), departure.fault
+    return Left(dataclasses.replace(error, phase="protect"), problem), leaving.fault
 
 
 def state_to_keep(training: LoopTraining, is_known: bool) -> dict[str, Any] | str:

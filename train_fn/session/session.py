@@ -10,8 +10,8 @@ the whole of it, bit by bit the same between two steps. So one rank that lives i
 - **agree**: what all ranks said of a step (``train_fn/step/report.py``) is here, and says the same.
   In Everstep's loop it travels with the gradients, and comes before the step changes anything. In a
   user's loop it follows the commit, and comes before anything of the step is kept or changed.
-- **commit**: between ``change`` and ``commit`` the state belongs to no step, and no rank waits for
-  another one. So all ranks get through, or the one that does not leaves no state.
+- **commit**: from ``change`` to the end of ``commit`` the state belongs to no step, and no rank
+  waits for another one. So all ranks get through, or the one that does not leaves no state.
 - **keep**: the state is saved and published, if that is due.
 - **leave**: after an error the rank lets its peers go, and keeps the state of the last committed
   step on its node. **finish** is the other way out: the last checkpoint.
@@ -25,7 +25,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -177,11 +178,14 @@ class Session:
     # -- commit
 
     def change(self) -> None:
-        """Let the state belong to no step until ``commit``."""
+        """Let the state belong to no step until ``commit`` has ended."""
         self.state.complete = False
 
-    def commit(self) -> None:
-        """Let the state be that of the step which was just counted."""
+    @contextmanager
+    def commit(self) -> Iterator[None]:
+        """Let the block make the state that of the next step. It has no collective."""
+        self.change()
+        yield
         self.state.complete = True
 
     # -- keep

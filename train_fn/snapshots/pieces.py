@@ -3,11 +3,11 @@ its own node and on that of its heir.
 
 A rank copies its piece after each step. Beside the next step, a thread writes the copy to the
 node's shared memory and sends it to the heir, a rank of another node. Before the next optimizer
-step all ranks meet at a gate. To come there says: my piece of the newest state is on my node, and
-so are those of which I am the heir. Who passes knows that the state survives any one node, and only
-then is its step reported. Older pieces are removed then, so a death always leaves one state whole.
+step all ranks meet at a gate. A rank comes once its piece of the newest state, and those of which
+it is the heir, are on its node. Behind the gate the state survives any one node, and its step is
+reported. Older pieces are removed then, so a death always leaves one state whole.
 
-Copies may travel every so many steps only, or never. Then who comes to a gate says that its own
+Copies may travel every so many steps only, or never. Then a rank comes to the gate once its own
 piece is on its node, and the newest state that did travel stays until another one has.
 """
 
@@ -283,7 +283,6 @@ class PieceKeeper(StateKeeper):
     begin_last_save = save
 
     def let_go(self) -> None:
-        """Free the peers that wait for this rank."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

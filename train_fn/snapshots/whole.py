@@ -118,7 +118,6 @@ class WholeKeeper(StateKeeper):
             self._start()
 
     def after_step(self, due: bool | None = None) -> None:
-        """Publish the present state in the background if it is due."""
         if not self._active:
             self._check_room()
         elif self.is_due() if due is None else due:
@@ -134,7 +133,6 @@ class WholeKeeper(StateKeeper):
         return is_free and self._copies.is_ready()
 
     def publish_now(self, *, if_soon: bool = False) -> None:
-        """Publish the present state on rank 0, also where survivors leave states."""
         if if_soon and not self._soon.is_due(time.monotonic()):
             return
         if self._ctx.world_rank == 0 and not self._closed:
