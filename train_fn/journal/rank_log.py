@@ -357,9 +357,9 @@ class RankLog:
                 return False
             return True
 
-    def end_attempt(self) -> None:
-        """Write the remaining lines, and end the thread. Later lines wait for the next log of this
-        process."""
+    def close(self) -> None:
+        """Write the remaining lines, end the thread, and restore stdout, stderr and logging."""
+        is_started = self._output is not None
         if self._output is not None:
             self._output.settle()
         self._closing.set()
@@ -367,15 +367,10 @@ class RankLog:
             self._thread.join(timeout=5)
         self.flush()
         with self._write_lock:
-            self._output = None  # a thread that still runs must not take lines of the next log
+            self._output = None
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
-
-    def close(self) -> None:
-        """End the log of a process that has no other: restore stdout, stderr and logging, too."""
-        is_started = self._output is not None
-        self.end_attempt()
         if is_started:
             stop_listening()
 

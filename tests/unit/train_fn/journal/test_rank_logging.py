@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import multiprocessing
 import os
@@ -13,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rich.console
 import torch
-import tqdm
 from torch.utils.data import DataLoader
 
 from everstep.spec.run_spec import RunSpec
@@ -77,73 +74,6 @@ def test_what_a_process_printed_before_it_had_a_rank_comes_first_in_that_rank_s_
         (2, "trains"),
     ]
     assert "secret" not in capsys.readouterr().out
-
-
-class Kept:
-    """What user code makes in its first attempt, and uses in later ones."""
-
-    def __init__(self) -> None:
-        self.stdout = sys.stdout
-        self.print = functools.partial(print, file=sys.stdout)
-        self.logger = logging.getLogger("kept")
-        self.logger.propagate, self.logger.handlers = False, [logging.StreamHandler(sys.stdout)]
-        self.logger.setLevel(logging.INFO)
-        logging.getLogger().setLevel(logging.DEBUG)
-        self.bar = tqdm.tqdm(total=2, file=sys.stderr, ncols=40)
-        self.console = rich.console.Console(file=sys.stdout, width=40)
-        fork = multiprocessing.get_context("fork")
-        self.orders, theirs = fork.Pipe()
-        self.helper = fork.Process(target=self._help, args=(theirs,))
-        self.helper.start()
-
-    def _help(self, orders: Any) -> None:
-        while (line := orders.recv()) is not None:
-            print(line)
-            orders.send("printed")
-
-    def write(self, attempt: int) -> list[str]:
-        """Write a line in every way. Return the lines."""
-        self.stdout.write(f"stream {attempt}\n")
-        self.print(f"print {attempt}")
-        self.logger.info("handler %d", attempt)
-        logging.getLogger("user").debug("level %d", attempt)
-        self.bar.update()
-        self.bar.write(f"bar {attempt}", file=self.stdout)
-        self.console.print(f"rich {attempt}")
-        print(f"now {attempt}")
-        self.orders.send(f"helper {attempt}")
-        assert self.orders.poll(20) and self.orders.recv() == "printed"
-        ways = ("stream", "print", "handler", "level", "bar", "rich", "now")
-        helper = f"[process {self.helper.pid}] helper {attempt}"
-        return [*(f"{way} {attempt}" for way in ways), helper]
-
-
-def test_what_user_code_keeps_of_an_earlier_attempt_writes_into_the_newest_log(
-    run_dir: RunDir,
-) -> None:
-    expected: dict[int, list[str]] = {}
-    kept = None
-    for attempt in (1, 2, 3):
-        log = RankLog(run_dir, 1, attempt, 0)
-        log.start()
-        kept = kept or Kept()
-        expected[attempt] = expected.get(attempt, []) + kept.write(attempt)
-        if attempt == 3:
-            kept.orders.send(None)
-            kept.helper.join(20)
-            log.close()
-        else:
-            log.end_attempt()
-            print(f"between {attempt}")
-            expected[attempt + 1] = [f"between {attempt}"]
-    lines = read_rank_logs(run_dir, limit=1000)[0]
-    for attempt, wanted in expected.items():
-        found = [
-            line.message
-            for line in lines
-            if line.attempt == attempt and "it/s" not in line.message and "s/it" not in line.message
-        ]
-        assert sorted(found) == sorted(wanted)
 
 
 def test_a_process_that_ends_its_log_gets_its_streams_back(
