@@ -19,18 +19,18 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_527,
-    "storage": 5_764,
-    "service": 27_460,
-    "train_fn": 48_929,
-    "tests": 91_451,
+    "everstep": 15_526,
+    "storage": 5_760,
+    "service": 27_456,
+    "train_fn": 49_048,
+    "tests": 91_657,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
 """Folders that still have more than MAX_FILES_ELSEWHERE files."""
 MAX_FILES_ELSEWHERE = 15
 MAX_DOUBLED_NAMES = 5
-MAX_IN_CIRCLES = {"everstep": 4, "storage": 0, "service": 21, "train_fn": 0}
+MAX_IN_CIRCLES = {"everstep": 0, "storage": 0, "service": 2, "train_fn": 0}
 """Files of each house that import each other in a circle, imports for types alone included."""
 
 

@@ -115,7 +115,7 @@ class TrainSpec(Frozen):
     epochs: PositiveInt = 1
     """Passes over the training set."""
     max_steps: PositiveInt | None = None
-    """Train this many optimizer steps, in as many epochs as that takes, whatever ``epochs`` says."""
+    """Train this many optimizer steps, in as many epochs as they take, whatever ``epochs`` says."""
     global_batch_size: PositiveInt = 128
     """Samples per optimizer step, independent of the world size."""
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"

@@ -45,7 +45,7 @@ from train_fn.step.nccl import collective_counts
 from train_fn.step.profiler import StepProfiler
 from train_fn.user_code import function
 from train_fn.user_code.function import FunctionReports, protection, refuse
-from train_fn.user_code.modules import CodeOnNode, imports, mentions
+from train_fn.user_code.modules import CodeOnNode, imports
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +108,6 @@ class Reports(FunctionReports):
             present.stop = stop
             raise StopAgreed(stop)
         self._profiler.boundary(self.step)
-
-    def may_report(self, code: CodeOnNode) -> bool:
-        return mentions(code.directory, code.names, b"report")
 
     def close(self, *, failed: bool) -> None:
         """End a profile, since no further report follows."""
@@ -227,8 +224,6 @@ def _refuse_trainer(trainer: Any) -> Any:
 
 # ---------------------------------------------------------------- own process
 
-# A rank that runs in its host's process.
-
 
 class OwnProcess:
     """This process as a rank (``worker_actor.Rank``). It serves one attempt.
@@ -268,7 +263,6 @@ class OwnProcess:
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "train": OwnProcess.train,
-    "join": lambda rank, *arguments: None,  # Ray does that
     "ping": lambda rank: None,
     "ask_to_yield": lambda rank, *arguments: process.ask_to_yield(*arguments),
     "abandon": lambda rank: process.abandon(),

@@ -118,7 +118,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         super().__init__()
         _present = self
         self._zygotes = Zygotes(ray.get_runtime_context().get_node_id())
-        self._meets_to_report = True
+        self._calls_ray = False
         self._figures: Any = None
         self._versions: dict[str, str] | None = None
         self._launch: RankLaunch | None = None
@@ -153,7 +153,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def prepare(self, launch: RankLaunch, job: RankJob) -> RankReady:
         """Begin an attempt: with a new process, unless the rank runs in this one."""
         self._launch, self._told = launch, _Told()
-        self._meets_to_report = launch.meets_to_report
+        self._calls_ray = job.calls_ray
         use_gpu = bool(ray.get_gpu_ids())
         problem = interface_problem({**os.environ, **launch.env}, nccl=use_gpu)
         self._leave_last()
@@ -204,7 +204,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Initialise Ray's train context. Ranks that do not synchronise on reports use the given
         checkpoint name."""
         super().init_train_context(*args, **kwargs)
-        if not self._meets_to_report:
+        if not self._calls_ray:
             get_train_context()._sync_checkpoint_dir_name_across_ranks = lambda name: name
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
@@ -466,7 +466,7 @@ def _called(name: str, *arguments: Any) -> Any:
 #
 # ``ray.train.report`` waits until the controller has taken the previous report, which may take
 # seconds. So each rank reports on a thread. All ranks add the same checkpoints in the same order,
-# so reports need no synchronisation (``RankLaunch.meets_to_report``).
+# so reports need no synchronisation (``RankJob.calls_ray``).
 
 
 @dataclass(frozen=True)

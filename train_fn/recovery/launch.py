@@ -56,7 +56,8 @@ class RankJob:
     train: str
     """``module:function`` of the training loop."""
     calls_ray: bool = False
-    """Whether the code of the user's calls Ray's API. Then each rank runs in its host's process."""
+    """Whether the user's code calls Ray's API. Each rank then runs in its host's process, and all
+    synchronise in a Ray Train actor at every report."""
     workers_limit: int | None = None
     """Most ranks that the service allowed when the run started; None for as many as it asks for."""
 
@@ -98,9 +99,6 @@ class RankLaunch:
     """Most steps done by earlier attempts, for a script, which may begin where nobody sees."""
     silent_peer_s: float = 0.0
     """Seconds of silence after which a rank closes a connection; 0 for never."""
-    meets_to_report: bool = True
-    """Whether ranks synchronise in a Ray Train actor at every report. Ranks report Everstep's
-    checkpoints all in the same order; a user's function may not."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from train_fn.user_code.modules import (
     files_on_node,
     imports,
     load_named,
+    mentions,
     place_of,
 )
 from train_fn.user_code.packages import add_packages, bring_packages
@@ -179,10 +180,6 @@ class FunctionReports:
             facts = _facts(self._ctx) | ({"warnings": list(warnings)} if warnings else {})
             self._ctx.journal.emit(EventKind.TRAINING_STARTED, facts)
 
-    def may_report(self, code: CodeOnNode) -> bool:
-        """Return whether the code may report steps."""
-        return False
-
     def report_restored(self) -> None:
         """Report where the function continues, unless that is done, or a protected loop did."""
         restored, self._restored = self._restored, None
@@ -316,7 +313,7 @@ def _call(
         )
     logger.info("calling %s", entry)
     may_protect = may_protect or DOOR in sys.modules  # an installed package may use it
-    may_report = may_protect or progress.may_report(code)
+    may_report = may_protect or mentions(code.directory, code.names, b"report")
     progress.begin(may_protect=may_protect, warnings=() if may_report else (NEVER_REPORTS,))
     function(*([config] if num_required else []))
 

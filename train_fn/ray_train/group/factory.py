@@ -75,7 +75,6 @@ class GroupFactory:
                 self._attempt_log.last_step(()) if self._engine.job.spec.runs_script else None
             ),
             silent_peer_s=self._engine.settings.silent_peer_s,
-            meets_to_report=self._engine.job.calls_ray,
         )
 
     def _new_group(
@@ -100,7 +99,7 @@ class GroupFactory:
             self.hosts,
             settings,
             self._nodes.read,
-            meets_to_report=launch.meets_to_report,
+            calls_ray=self._engine.job.calls_ray,
             on_created=self._on_started,
             **kwargs,
         )

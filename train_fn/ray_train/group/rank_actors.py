@@ -212,7 +212,7 @@ class RankActors:
 
     def _end(self, actors: Sequence[Any]) -> None:
         """End hosts. States that their ranks lend are written first."""
-        if self.launch.meets_to_report:
+        if self._job.calls_ray:
             for actor in list(actors):
                 ray.kill(actor)
         else:

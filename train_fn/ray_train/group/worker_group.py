@@ -50,7 +50,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         hosts: takes the hosts that serve the next attempt.
         settings: timeouts.
         read_nodes: returns the current nodes of the cluster.
-        meets_to_report: whether ranks synchronise at every report (see ``RankLaunch``).
+        calls_ray: as of ``RankJob``.
         on_created: called with the group and its workers once these have their ranks.
         kwargs: Ray's own arguments.
     """
@@ -64,7 +64,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         settings: RecoverySettings,
         read_nodes: ReadNodes,
         *,
-        meets_to_report: bool,
+        calls_ray: bool,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
         **kwargs: Any,
     ) -> None:
@@ -78,7 +78,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """Ranks that died or do not answer."""
         self._settings = settings
         self._read_nodes = read_nodes
-        self._meets_to_report = meets_to_report
+        self._calls_ray = calls_ray
         self._on_created = on_created
         self._news = RankNews()
         self._patience = PollPatience(read_nodes, settings.health_timeout_s)
@@ -114,7 +114,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         ) as limit:
             self._actors.prolong = limit.add
             try:
-                with nullcontext() if self._meets_to_report else no_barrier():
+                with nullcontext() if self._calls_ray else no_barrier():
                     self._start_impl(builder)
             except BaseException:
                 self._actors.reports = self._actors.reports or reports_after_failed_start(
@@ -219,7 +219,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     @property
     def _end(self) -> Callable[[Any], object]:
         """Return what ends a rank: it, or the host in whose process it runs."""
-        return ray.kill if self._meets_to_report else end_rank
+        return ray.kill if self._calls_ray else end_rank
 
     # -- end
 
@@ -250,7 +250,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         Args:
             patience_s: returns how much longer ranks may take for what they do.
         """
-        if self._meets_to_report:
+        if self._calls_ray:
             # This frees ranks that wait in report() for a peer that is gone.
             self.get_worker_group_state().sync_actor.reset.remote()
         polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
@@ -263,7 +263,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         )
         reports = tuple(map(self._hung.explain, reports))
         silent = [(each.node_id, each.pid) for each in reports if each.unresponsive]
-        if silent and self._meets_to_report:
+        if silent and self._calls_ray:
             end_stopped(silent)  # what Ray has given up to kill would keep out its successor
         return reports
 

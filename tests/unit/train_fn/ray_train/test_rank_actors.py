@@ -17,10 +17,9 @@ def actors_with_a_host(done: list[Any]) -> RankActors:
     """Return the actors of a group with a host of an earlier attempt, process 7 on node a."""
     actor = SimpleNamespace(get_metadata=SimpleNamespace(remote=lambda: "its answer"))
     host: Any = SimpleNamespace(actor=actor, bundle=SimpleNamespace(node_id="a"), pid=7)
-    launch: Any = SimpleNamespace(meets_to_report=False)
     placement: Any = SimpleNamespace(release=lambda: done.append("release"))
     unused: Any = None
-    return RankActors(launch, unused, RecoverySettings(), placement, *[unused] * 5, [host], unused)
+    return RankActors(unused, unused, RecoverySettings(), placement, *[unused] * 5, [host], unused)
 
 
 def test_the_time_of_a_build_does_not_count_as_that_of_a_start(
