@@ -363,7 +363,7 @@ def _result(run: RunHandle, ending: _Ending) -> dict[str, Any]:
     return {
         "run": run.run,
         "drill": ending.drill,
-        "recovery_s": report and report.recovery_s,
+        "recovery_s": report and report.total_s,
         "steps_lost": run.steps_lost,
         "world_size_after": report and report.world_size_after,
         "every_sample_once": bool(epochs)
