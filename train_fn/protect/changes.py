@@ -190,9 +190,6 @@ class PartCopies:
 
     def __init__(self, parts: LoopParts) -> None:
         self._parts = parts
-        self._read_ahead = frozenset(
-            name for name in parts.loaders if not hasattr(parts.others[name], "ends_epoch_in")
-        )
         self._weights = [
             (prefix + name, value)
             for prefix, model in parts.models.items()
@@ -206,24 +203,19 @@ class PartCopies:
 
     def begin(self) -> None:
         """Note the parts for the first time, once a state is loaded."""
-        states = localized(self._present())
+        states = localized(self.live())
         self._large = frozenset(
             name for name, value in states.items() if size_bytes(value) > _COPIED_BYTES
-        ).difference(self._read_ahead)
+        )
         self.note()
 
     def live(self) -> dict[str, Any]:
-        """Return the present state of every scheduler and extra. A loader that the loop iterates
-        itself has read the next step's batch by then: of it, that of the last commit."""
-        noted = {name: self._states[name] for name in self._read_ahead if name in self._states}
-        return self._present() | noted
-
-    def _present(self) -> dict[str, Any]:
+        """Return the present state of every scheduler and extra."""
         return {name: part.state_dict() for name, part in self._parts.others.items()}
 
-    def note(self, *, of_step: bool = True) -> None:
-        """Take the present values: those of a commit, or also of what followed it."""
-        states = localized(self._present() if of_step else self.live())
+    def note(self) -> None:
+        """Take the present values."""
+        states = localized(self.live())
         self._states = copy_to_cpu(
             {name: value for name, value in states.items() if name not in self._large},
             self._states,

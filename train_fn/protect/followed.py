@@ -360,8 +360,8 @@ def not_followed(loader: Any, who: str) -> BadTask:
     """Return the error for a loader that is another one whenever an epoch is begun."""
     has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     own = (
-        "It has a state of its own: iterate it yourself, call state.reseed() after each batch, and "
-        "pass it as es.protect(extra={'data': loader}), which keeps that state"
+        "It has a state of its own: iterate it yourself, and pass it as es.protect(extra={'data': "
+        "loader}), which keeps that state"
         if has_state
         else "Let set_epoch(epoch) say which epoch it is, draw from torch's generator, or use "
         "es.loader(dataset, global_batch_size=…)"

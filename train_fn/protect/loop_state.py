@@ -172,7 +172,7 @@ class LoopState(RunState):
         """Copy what may change before the next optimizer step, or note its version."""
         self.volatile.commit(of_step=of_step)
         self._weights_mark.note()
-        self._copies.note(of_step=of_step)
+        self._copies.note()
 
     def note_unseen(self) -> None:
         """Copy again what may have changed without a trace, where looking would cost more."""

@@ -319,7 +319,7 @@ WAITING_FILES = (
         "/train_fn/user_code/packages.py",
     ),
     *("/train_fn/protect/commits.py", "/train_fn/protect/changes.py"),
-    "/train_fn.user_code.script_run.py",
+    "/train_fn/user_code/script_run.py",
     *("/train_fn/step/report_sums.py", "/train_fn/step/peers.py", "/train_fn/step/buffers.py"),
 )
 """Parts of the paths of source files whose code waits for other ranks: collectives, a backward that

@@ -99,7 +99,7 @@ def test_a_copy_is_restored(run: Run, calls: Path, copy: str) -> None:
     ended = run("restore.sh", copy)
     assert ended.returncode == 0 and ended.stdout.endswith("--scale worker=N\n")
     assert "has not finished" not in ended.stderr
-    order = ["pg_restore", "tar --extract", "storage adopt"]
+    order = ["pg_restore", "tar --extract", "storage --adopt"]
     called = calls.read_text()
     assert sorted(order, key=called.index) == order
 

@@ -67,7 +67,7 @@ def test_a_storage_gets_one_id_however_many_use_it_first(any_storage: Storage) -
     first = write_identity(any_storage, new_identity())
     assert write_identity(any_storage, new_identity()) == first == read_identity(any_storage)
     check_identity(any_storage, first)
-    with pytest.raises(StorageMismatch, match=f"{first}.*belongs to .*other-id.*storage adopt"):
+    with pytest.raises(StorageMismatch, match=f"{first}.*belongs to .*other-id.*storage --adopt"):
         check_identity(any_storage, "other-id")
 
 
@@ -174,7 +174,7 @@ def test_a_gate_gives_an_id_once_and_holds_the_storage_to_it(
     storage_id = gate.check()
     assert storage_id == read_identity(storage) == StorageGate(storage, runs.storage).check()
     (tmp_path / "storage" / IDENTITY_FILE).unlink()
-    with pytest.raises(StorageMismatch, match=f"has no id: .*{storage_id}.*storage adopt"):
+    with pytest.raises(StorageMismatch, match=f"has no id: .*{storage_id}.*storage --adopt"):
         gate.check()
     assert read_identity(storage) is None, "nobody but an operator gives it another one"
 

@@ -114,7 +114,7 @@ def test_nothing_but_a_regular_file_is_read_and_nobody_waits_for_it(
     put(local(run_dir, "control/s001.drill.json"))
     assert isinstance(in_time(lambda: run_dir.drill_ordered(1)), NotRegularFile)
     put(local(run_dir, "control/kept.json"))
-    assert isinstance(in_time(run_dir.kept_steps), NotRegularFile)
+    assert isinstance(in_time(run_dir.kept), NotRegularFile)
     put(local(run_dir, "logs/s001-a001/rank-0.jsonl"))
     assert isinstance(in_time(lambda: read_rank_logs(run_dir)), NotRegularFile)
     assert isinstance(in_time(lambda: last_rank_lines(run_dir, 1, 1, 0, 5)), NotRegularFile)

@@ -24,11 +24,13 @@ from train_fn.samples.sampler import Sampler
 class Loop:
     """A protected loop of one rank that only counts."""
 
+    was_asked_for_epoch = True
+
     def __init__(self, rank: int = 0, world_size: int = 1, step: int = 0) -> None:
         self.rank, self.world_size, self.step_number = rank, world_size, step
         self.taken: list[Share] = []
 
-    def attach(self, data: Batches, total_steps: int | None) -> None:
+    def attach(self, data: Batches, end: int) -> None:
         pass
 
     def take(self, share: Share) -> None:

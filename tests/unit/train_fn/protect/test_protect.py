@@ -291,49 +291,6 @@ def test_what_an_epoch_s_end_changes_belongs_to_its_last_step(
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-class Counted:
-    """A loader with a state of its own, which the loop iterates itself."""
-
-    at = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
-            self.at += 1
-            yield torch.full((8, 4), float(self.at)).sin()
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-def test_a_loader_that_a_loop_iterates_itself_goes_on_after_the_last_committed_batch(
-    protect: Callable[..., Protected], model: nn.Module
-) -> None:
-    """When a step's state is whole, the loop has read the next batch."""
-    used: list[int] = []
-    for dies in (5, None):
-        loader, optimizer = Counted(), torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        state = protect(optimizer=optimizer, scheduler=scheduler, extra={"data": loader})
-        with nullcontext() if dies is None else pytest.raises(LookupError), state:
-            for inputs in loader:
-                loss = model(inputs).square().mean()
-                loss.backward()
-                [live] = state._state.state_dict()["loaders"].values()
-                assert live == {"at": loader.at - 1}, "what a checkpoint would hold"
-                if state.step_number == dies:
-                    raise LookupError("planned")
-                optimizer.step()
-                state.step()
-                used.append(loader.at)
-                scheduler.step()
-                if state.step_number == 9:
-                    break
-    assert used == list(range(1, 10))
-
-
 def test_without_a_sign_of_the_next_step_a_late_change_is_refused_at_any_step(
     protect: Callable[..., Protected], model: nn.Module
 ) -> None:

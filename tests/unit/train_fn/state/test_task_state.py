@@ -19,7 +19,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank, small_task_alone
-from tests.unit.train_fn.loop.test_buffers_again import SPEC
+from tests.unit.train_fn.loop.test_buffers import SPEC
 from train_fn.checkpoints.saver import Saver
 from train_fn.errors import BadTask
 from train_fn.loop import build
