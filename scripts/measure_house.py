@@ -21,7 +21,7 @@ MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_526,
     "storage": 5_760,
-    "service": 27_456,
+    "service": 27_457,
     "train_fn": 49_048,
     "tests": 91_657,
 }

@@ -39,7 +39,7 @@ class _Answer:
 def prove_storage(ctx: WorkerContext, peers: Peers) -> None:
     """Check that all nodes and the driver read the same bytes. A collective.
 
-    A node that passed before in this submission only reads, and a host nothing a second time.
+    A node that has written before in this submission only reads.
 
     Raises, on all ranks alike:
         StorageNotShared: they do not. The message says which node lacks what, and what to do.
@@ -85,14 +85,8 @@ def _words(answer: _Answer) -> str:
     return f"node {answer.node} (host {answer.host})"
 
 
-_RIGHT = "storage proven"
-"""Names the probes that ranks of this host have found right."""
-
-
 def _write(ctx: WorkerContext) -> StorageError | None:
     """Write this node's probe, unless an earlier attempt did."""
-    if ctx.node_id in ctx.remembered.get(_RIGHT, ()):
-        return None
     run_dir, expected = ctx.run_dir, probe_bytes(ctx.run_dir, ctx.submission, ctx.node_id)
     try:
         try:
@@ -110,11 +104,8 @@ def _write(ctx: WorkerContext) -> StorageError | None:
 
 def _look(ctx: WorkerContext, host: str, names: dict[str, str]) -> _Answer:
     """Read what others have written. ``names`` says in words who."""
-    right = ctx.remembered.get(_RIGHT, frozenset())
     try:
         for name, words in names.items():
-            if name in right:
-                continue
             read = functools.partial(ctx.run_dir.read_probe, ctx.submission, name)
             found = appeared(read, time.monotonic() + APPEAR_S)
             if found is None:
@@ -125,7 +116,6 @@ def _look(ctx: WorkerContext, host: str, names: dict[str, str]) -> _Answer:
                 )
     except StorageError as exc:
         return _Answer(ctx.node_id, host, exc)
-    ctx.remember(_RIGHT, right | {ctx.node_id, *names})
     return _Answer(ctx.node_id, host)
 
 

@@ -85,7 +85,7 @@ def main():
     with state:
         for epoch in range(state.epoch, args.epochs):
             losses = Meter()
-            for images, target in data.batches(state):
+            for images, target in data.batches(state, epochs=epoch + 1):
                 loss = F.cross_entropy(model(images), target) * data.weight
                 losses.add(loss.detach(), len(target))
                 optimizer.zero_grad()

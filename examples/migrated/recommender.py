@@ -87,7 +87,7 @@ def main():
     state = es.protect(model, optimizer, extra={"patience": patience})
     with state:
         for epoch in range(state.epoch, args.epochs):
-            for users, chosen, others in data.batches(state):
+            for users, chosen, others in data.batches(state, epochs=epoch + 1):
                 both = model(users.repeat(2), torch.cat([chosen, others])).chunk(2)
                 loss = -F.logsigmoid(both[0] - both[1]).mean() * data.weight
                 optimizer.zero_grad()

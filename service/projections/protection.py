@@ -11,6 +11,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from everstep.code import rehearse_command
+from everstep.spec.plain_text import printable
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import (
     EpochSamples,
@@ -263,7 +264,7 @@ def run_rehearsal(run: RunRow, found: Sequence[EventRow]) -> RunRehearsal:
     mode, newest = spec.rehearses, found[0] if found else None
     data = newest.data if newest is not None else {"state": "none"}
     state, text, report = data.get("state"), data.get("text") or "", data.get("report")
-    before = _known_before(run) if state not in ("running", "made") else None
+    before = _known_before(run) if state == "none" else None
     if before is not None:
         return RunRehearsal(mode=mode, state="made", text=before, at=to_time(run.created_at))
     if newest is None:
@@ -299,7 +300,7 @@ def _known_before(run: RunRow) -> str | None:
         is_same = RunSpec.model_validate(run.spec).trained_digest.startswith(digest)
     except ValidationError:  # of another version
         is_same = False
-    return _BEFORE[outcome].format(words, _command(code)) if is_same else None
+    return _BEFORE[outcome].format(printable(words), _command(code)) if is_same else None
 
 
 def _command(code: CodeInSpec) -> str:
@@ -307,8 +308,8 @@ def _command(code: CodeInSpec) -> str:
 
 
 _BEFORE: Final = {
-    "equal": "Rehearsed before it was submitted: equal in every bit ({0}).",
-    "different": "Rehearsed before it was submitted: a restart changes what this code trains ({0})."
+    "equal": "Rehearsed, as its submitter says: equal in every bit ({0}).",
+    "different": "Rehearsed, as its submitter says: a restart changes what this code trains ({0})."
     " `{1}` says what to write instead.",
 }
 _OFF: Final = "No restart is rehearsed on this code: recovery.rehearse is off."

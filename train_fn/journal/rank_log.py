@@ -357,9 +357,9 @@ class RankLog:
                 return False
             return True
 
-    def close(self) -> None:
-        """Write the remaining lines, end the thread, and restore stdout, stderr and logging."""
-        is_started = self._output is not None
+    def end_attempt(self) -> None:
+        """Write the remaining lines, and end the thread. What the process prints from here on is
+        dropped: a thread of the user's may yet print a secret."""
         if self._output is not None:
             self._output.settle()
         self._closing.set()
@@ -371,6 +371,11 @@ class RankLog:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
+
+    def close(self) -> None:
+        """End the log, and restore stdout, stderr and logging."""
+        is_started = self._output is not None
+        self.end_attempt()
         if is_started:
             stop_listening()
 

@@ -109,8 +109,12 @@ def check_own(rank: int, use_gpu: bool) -> NodeFigures:
 def check_node(rank: int, device: torch.device, directory: Path) -> NodeFigures:
     """Measure arithmetic, memory and disk. No call waits for another node."""
     figures = NodeFigures(rank, os.uname().nodename)
-    figures.kernels = kernels(device)
-    product = Product(device)
+    try:
+        figures.kernels = kernels(device)
+        product = Product(device)
+    except Exception as exc:
+        figures.problems.append(f"its device cannot be used: {exc}")
+        return figures
     _enter(figures, "matmul", product.compute)
     figures.product = product.digest
     block = torch.zeros(MEMORY_BYTES // 8, dtype=torch.int64)

@@ -24,11 +24,6 @@ from train_fn.samples.sampler import MASK64, IndexArray, MicroBatch, Sampler, sh
 from train_fn.state.contents import DRAW_ALIKE, Contents, require_same_contents
 from train_fn.step.peers import Peers
 
-ENDLESS = (
-    "data.batches(state) yields the rest of one epoch, and this loop does not say at which epoch "
-    "it goes on after a restart. Write `for epoch in range(state.epoch, EPOCHS):` around it, or "
-    "data.batches(state, epochs=EPOCHS) in a loop of its own"
-)
 _MOST_STEPS = 64
 _MOST_SAMPLES = 1 << 14
 """Limit on the samples that are planned at once."""
@@ -112,8 +107,6 @@ class Consumer(Protocol):
     rank: int
     world_size: int
 
-    was_asked_for_epoch: bool
-
     @property
     def step_number(self) -> int: ...
 
@@ -195,16 +188,18 @@ class Batches:
         self, state: Consumer, *, epochs: int | None = None, steps: int | None = None
     ) -> Iterator[Any]:
         """Yield this rank's batches from the step that ``state`` is at, up to that many epochs or
-        steps of the whole run; without them, the rest of the epoch. Call ``state.step()`` once for
-        each.
+        steps of the whole run. Call ``state.step()`` once for each.
 
         Random numbers that the step draws are seeded by its number. Samples are collated on the
         CPU.
         """
         if epochs is None and steps is None:
-            if not state.was_asked_for_epoch:
-                raise BadTask(ENDLESS)
-            epochs = state.step_number // len(self) + 1
+            raise BadTask(
+                "data.batches(state) does not say where it ends: write data.batches(state, "
+                "epochs=EPOCHS) in one loop over all epochs, or data.batches(state, "
+                "epochs=epoch + 1) within `for epoch in range(state.epoch, EPOCHS):`. Both go on "
+                "where the state is after a restart"
+            )
         total = _total_steps(len(self), epochs, steps)
         if self.sampler.global_batch_size < state.world_size:
             raise BadTask(

@@ -180,8 +180,8 @@ class FollowedLoader:
     def batches(
         self, state: Followed, *, epochs: int | None = None, steps: int | None = None
     ) -> Iterator[Any]:
-        """Yield this rank's batches from where ``state`` is, up to that many epochs or steps of the
-        whole run.
+        """Yield this rank's batches from where ``state`` is, without end, or up to that many epochs
+        or steps of the whole run.
 
         Call ``state.step()`` after every batch, or after several whose gradients are accumulated.
         """
@@ -189,11 +189,6 @@ class FollowedLoader:
             raise BadTask(
                 "es.loader(DataLoader) is not part of the state; pass it as "
                 "es.protect(extra={'data': data})"
-            )
-        if epochs is None and steps is None:
-            raise BadTask(
-                "data.batches(state) does not say where the run ends: write "
-                "data.batches(state, epochs=…) or (state, steps=…), in one loop over all epochs"
             )
         require_own_iterator(self._loader)
         if self._drawn_from and bool(getattr(self._loader, "num_workers", 0)):

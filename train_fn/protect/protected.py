@@ -127,7 +127,7 @@ class Protected:
     @property
     def epoch(self) -> int:
         """Return the epoch of the next step, as ``es.loader`` counts; else 0."""
-        self.was_asked_for_epoch = True
+        self.was_asked_for_epoch = self.is_open
         return self._state.epoch
 
     @property

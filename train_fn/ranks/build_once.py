@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from train_fn.errors import few
+from train_fn.errors import NotShared, few
 from train_fn.node.secrets import process_redactor, read_secrets
 from train_fn.ranks.orders import BuildOrder, BuildResult
 from train_fn.ranks.zygote import LONELY_S, Zygote, begin_anew, end_after, listen_at, show_as
@@ -63,6 +63,8 @@ def build_and_serve(connection: Connection, order: BuildOrder) -> None:
         take_environment(order.env)
         _build(order.job)
         why_not = _why_not(threads, own_fds)
+    except NotShared as exc:
+        why_not = str(exc)
     except BaseException as exc:
         failed = process_redactor()(f"{type(exc).__name__}: {exc}")[:_LONGEST]
     for stream in (sys.stdout, sys.stderr):  # else each fork would print it again

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 def be_rank(connection: Connection, facts: RankFacts) -> NoReturn:
     """Serve the host until it ends this process."""
+    os.setpgid(0, 0)  # what it starts is no part of its builder's group
     if build_once.output is None:
         begin_anew(facts.streams)
     _take_environment(facts.environ)
@@ -130,6 +131,7 @@ class _Rank:
         store = self._store or TCPStore(
             meeting.address, meeting.port, is_master=False, timeout=timeout
         )
+        self._store = None  # the group holds it: a function may form one anew at this port
         dist.init_process_group(
             meeting.backend,
             store=store,

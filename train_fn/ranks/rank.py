@@ -108,7 +108,7 @@ def run_rank(job: RankJob, place: Position, outside: Outside) -> str | None:
         raise _failure(exc, rank, outside.device, redactor) from None
     finally:
         client.close(FLUSH_S)
-        log.close()
+        log.end_attempt()
 
 
 def _outcome(stop: Left | None, client: ActorJournalClient) -> str | None:

@@ -113,6 +113,8 @@ def become_worker(request: dict[str, Any]) -> None:
     sys.argv = request["argv"]
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     if module is None:
         sys.path[0] = str(Path(sys.argv[0]).parent)
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -78,8 +78,10 @@ def keep(spec: RunSpec, report: Rehearsal, max_samples: int) -> str:
 def known(spec: RunSpec) -> str | None:
     """Return the tag of what is known of a spec: a difference if there is one, else the largest
     rehearsal; None if nothing is known."""
-    made = _read(_file(spec)).get("made", {})
-    tags = [tag for _, tag in sorted(made.items())]
+    found = _read(_file(spec))
+    if found.get("versions") != _versions():
+        return None
+    tags = [tag for _, tag in sorted(found.get("made", {}).items())]
     different = [tag for tag in tags if tag.startswith("different ")]
     return next(reversed(different or tags), None)
 

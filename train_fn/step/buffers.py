@@ -190,7 +190,8 @@ class VolatileBuffers:
             elif kept.copy is None or kept.differs(now):
                 raise BadTask(
                     f"a forward pass changed {place.name}, which the first batch of this attempt "
-                    "left alone. Ranks agree only on what passes change from the first step on. "
+                    "left alone, or which is no buffer and moves in training_step. Ranks agree "
+                    "only on what passes change from the first step on. "
                     "Give it its value in build_model, change it in every forward pass (with a "
                     "weight of 0 where nothing is to change), or change it in after_step or "
                     "on_epoch_end"

@@ -385,22 +385,16 @@ def with_their_like(places: Sequence[TensorPlace], moving: set[int]) -> set[int]
     has changed.
 
     Also the same buffer of every other module of such a class, since blocks may be dropped at
-    random; and running statistics of any normalization, which a task may unfreeze later. Those of
-    float64 are left out while they are frozen: a mean of equal values may round.
+    random; and running statistics of any normalization, which a task may unfreeze later. Tensors of
+    float64 are left out while they do not move: a mean of equal values may round.
     """
     like = {(type(places[at].module), places[at].key) for at in moving if places[at].is_buffer}
     return moving | {
         number
         for number, place in enumerate(places)
         if place.is_buffer
-        and (
-            (type(place.module), place.key) in like
-            or (
-                isinstance(place.module, _NormBase)
-                and place.module.running_mean is not None
-                and place.module.running_mean.dtype != torch.float64
-            )
-        )
+        and (place.tensor is None or place.tensor.dtype != torch.float64)
+        and ((type(place.module), place.key) in like or isinstance(place.module, _NormBase))
     }
 
 

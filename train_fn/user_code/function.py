@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from typing import Any
 
 import torch.multiprocessing
@@ -28,7 +28,7 @@ from storage.run_control import Stop
 from storage.run_dir import RunDir
 from train_fn import own_loop
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, forget_frames
+from train_fn.errors import BadTask, NotShared, few, forget_frames
 from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection, StopAgreed
 from train_fn.recovery.evidence import StepFailed, describe_error
@@ -95,30 +95,35 @@ def _entry_path(code: CodeSpec, names: Collection[str]) -> str | None:
 
 def build_once(spec: RunSpec, run_dir: RunDir, device: torch.device) -> None:
     """Import what the code imports before it does anything else, in a process from which its ranks
-    are forked. Libraries may take longer than all else of a restart. What fails here fails in the
-    ranks, which tell it.
+    are forked. Libraries may take longer than all else of a restart. Raises NotShared if ranks must
+    not begin with what that has left.
     """
     assert spec.code is not None
-    with suppress(Exception):
+    own = set[str]()
+    before = set(sys.modules)
+    try:
         if spec.runtime_env is not None:
             add_packages(spec.runtime_env.pip)
         code = files_on_node(run_dir.storage, spec.code.archive)
         path = _entry_path(spec.code, code.names)
-        assert path is not None
+        own = _parts_of(code.names)
+        if path is None or f"{path.rpartition('/')[0]}/__init__.py" in code.names:
+            return  # what a package does in __init__.py comes first
         declare_missing_ops()  # for torchvision
-        for module, wanted in first_imports((code.directory / path).read_bytes(), code.names):
-            __import__(module, fromlist=wanted)
+        with chdir(code.directory):  # a library may look for its settings there
+            for module, wanted in first_imports((code.directory / path).read_bytes(), code.names):
+                __import__(module, fromlist=wanted)
+    except Exception as exc:  # the ranks tell it
+        raise NotShared(f"an import failed ({type(exc).__name__}: {exc})") from exc
+    if taken := {name for name in set(sys.modules) - before if name in own}:
+        raise NotShared(f"libraries have modules of the archive's names: {few(sorted(taken))}")
 
 
 def first_imports(source: bytes, names: Collection[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the modules that a file imports before its first other statement, and what it takes
-    from each. A name that a file of the archive may have ends them: such a module may do anything,
-    as set variables of the environment that the next library reads.
-
-    Args:
-        names: the archive's files.
-    """
-    own = {part for name in names for part in name.replace(".", "/").split("/")}
+    from each. A name that one of the archive's files may have (``names``) ends them: such a module
+    may do anything, as set variables of the environment that the next library reads."""
+    own = _parts_of(names)
     for node in ast.parse(source).body:
         if isinstance(node, ast.Import):
             found = [(alias.name, list[str]()) for alias in node.names]
@@ -131,6 +136,10 @@ def first_imports(source: bytes, names: Collection[str]) -> Iterator[tuple[str, 
         if any(module.partition(".")[0] in own for module, _ in found):
             return
         yield from found
+
+
+def _parts_of(names: Collection[str]) -> set[str]:
+    return {part for name in names for part in name.replace(".", "/").split("/")}
 
 
 class FunctionReports:
@@ -198,7 +207,9 @@ class FunctionReports:
 
 def train(ctx: WorkerContext) -> Stop | None:
     """Run the function to its end in a process without Ray (``run``)."""
-    if "numpy" in sys.modules:  # else all ranks and attempts would draw the zygote's numbers
+    # Else all ranks of the node would draw the zygote's numbers, and in every attempt.
+    torch.default_generator.seed()
+    if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     try:
         return run(ctx, FunctionReports, lambda code: nullcontext())

@@ -131,7 +131,7 @@ async def test_what_was_rehearsed_here_travels_with_a_run_of_the_same_and_with_n
     words = "equal in every bit (2 ranks, 12 steps" if report is EQUAL else place
     said, *others = await shown("--set", "scaling.max_workers=4", "--set", "project=default")
     assert f"rehearsed: {report['outcome']} (2 ranks, 12 steps, everstep " in said
-    assert all("Rehearsed before it was submitted" in each and words in each for each in others)
+    assert all("as its submitter says" in each and words in each for each in others)
     tag = known(parse_spec(raw))
     for more in (["--set", "env.A=1"], ["--", "--lr", "1"]):
         said, why, page = await shown("--set", f"tags.{REHEARSAL_TAG}={tag}", *more)

@@ -24,8 +24,6 @@ from train_fn.samples.sampler import Sampler
 class Loop:
     """A protected loop of one rank that only counts."""
 
-    was_asked_for_epoch = True
-
     def __init__(self, rank: int = 0, world_size: int = 1, step: int = 0) -> None:
         self.rank, self.world_size, self.step_number = rank, world_size, step
         self.taken: list[Share] = []
@@ -120,7 +118,7 @@ def test_arguments_that_cannot_be_used_are_named(arguments: dict[str, Any], word
 
 def test_more_ranks_than_samples_in_a_batch_are_refused() -> None:
     with pytest.raises(BadTask, match="smaller than the 9 ranks"):
-        next(Batches(numbers(20), 8).batches(Loop(world_size=9)))
+        next(Batches(numbers(20), 8).batches(Loop(world_size=9), steps=1))
     with pytest.raises(BadTask, match="steps"):
         next(Batches(numbers(20), 8).batches(Loop(), steps=0))
 
