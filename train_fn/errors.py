@@ -193,10 +193,6 @@ class CannotBuild(TrainError):
     nodes."""
 
 
-class NotShared(TrainError):
-    """Ranks must not begin with what a process has built or imported."""
-
-
 FOUND_WITHIN = 64
 """Steps within which ranks find that their weights differ."""
 

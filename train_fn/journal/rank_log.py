@@ -358,8 +358,7 @@ class RankLog:
             return True
 
     def end_attempt(self) -> None:
-        """Write the remaining lines, and end the thread. What the process prints from here on is
-        dropped: a thread of the user's may yet print a secret."""
+        """Write the remaining lines, and end the thread. Later ones, secret or not, are lost."""
         if self._output is not None:
             self._output.settle()
         self._closing.set()

@@ -224,8 +224,8 @@ class Protected:
         return self._open().peers.gather(value)
 
     def attach(self, data: Batches, end: int) -> None:
-        """Let the state follow this data up to the step ``end``; called by ``es.loader``. That is
-        the run's end, unless a loop over epochs has asked for its epoch alone."""
+        """Let the state follow this data up to the step ``end``, that of the run or of its epoch in
+        a loop over epochs; called by ``es.loader``."""
         training = self._open()
         if self._share is not None and self._state.data not in (None, data):
             raise BadTask(

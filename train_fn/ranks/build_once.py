@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from train_fn.errors import NotShared, few
+from train_fn.errors import few
 from train_fn.node.secrets import process_redactor, read_secrets
 from train_fn.ranks.orders import BuildOrder, BuildResult
 from train_fn.ranks.zygote import LONELY_S, Zygote, begin_anew, end_after, listen_at, show_as
@@ -61,10 +61,7 @@ def build_and_serve(connection: Connection, order: BuildOrder) -> None:
     _take_orphans(True)
     try:
         take_environment(order.env)
-        _build(order.job)
-        why_not = _why_not(threads, own_fds)
-    except NotShared as exc:
-        why_not = str(exc)
+        why_not = _build(order.job) or _why_not(threads, own_fds)
     except BaseException as exc:
         failed = process_redactor()(f"{type(exc).__name__}: {exc}")[:_LONGEST]
     for stream in (sys.stdout, sys.stderr):  # else each fork would print it again
@@ -91,18 +88,21 @@ def _enter(connection: Connection) -> None:
     be_rank(connection, *rest)
 
 
-def _build(job: RankJob) -> None:
+def _build(job: RankJob) -> str | None:
+    """Build. Return why ranks must not begin with it, as far as the build says."""
     secrets = read_secrets(job.spec, os.environ)
     process_redactor().learn(secrets.values())
     os.environ.update(secrets)
     try:
         name, _, _ = job.train.partition(":")
-        build: Callable[..., None] | None
-        build = getattr(importlib.import_module(name), "build_once", None)
+        build: Callable[..., str | None] | None = getattr(
+            importlib.import_module(name), "build_once", None
+        )
         device = torch.device("cuda", 0) if job.use_gpu else torch.device("cpu")
         if build is not None:
             with _group_of_one(), watching():
-                build(job.spec, job.run_dir, device)
+                return build(job.spec, job.run_dir, device)
+        return None
     finally:
         for variable in secrets:
             os.environ.pop(variable, None)

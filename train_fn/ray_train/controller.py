@@ -78,7 +78,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._placement,
             self._nodes,
             self._on_new,
-            self._on_started,
+            self._attempt_log.started,
             lambda: self._driver.is_leaving or self._journal.stop_requested is not None,
         )
         self._yielding = YieldRequest(
@@ -301,9 +301,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
     def _on_new(self) -> None:
         self._yielding.reset()
         self._sizes.draining = frozenset()
-
-    def _on_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
-        self._attempt_log.started(workers)
 
 
 # ---------------------------------------------------------------- yield request

@@ -222,9 +222,6 @@ def _refuse_trainer(trainer: Any) -> Any:
     raise BadTask(TRAINER.format(name=type(trainer).__name__))
 
 
-# ---------------------------------------------------------------- own process
-
-
 class OwnProcess:
     """This process as a rank (``worker_actor.Rank``). It serves one attempt.
 

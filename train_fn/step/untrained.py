@@ -388,13 +388,23 @@ def with_their_like(places: Sequence[TensorPlace], moving: set[int]) -> set[int]
     random; and running statistics of any normalization, which a task may unfreeze later. Tensors of
     float64 are left out while they do not move: a mean of equal values may round.
     """
-    like = {(type(places[at].module), places[at].key) for at in moving if places[at].is_buffer}
+    like = {
+        (type(place.module), place.key)
+        for place in (places[at] for at in moving)
+        if place.is_buffer and place.tensor is not None and place.tensor.dtype != torch.float64
+    }
     return moving | {
         number
         for number, place in enumerate(places)
         if place.is_buffer
-        and (place.tensor is None or place.tensor.dtype != torch.float64)
-        and ((type(place.module), place.key) in like or isinstance(place.module, _NormBase))
+        and (
+            (type(place.module), place.key) in like
+            or (
+                isinstance(place.module, _NormBase)
+                and place.module.running_mean is not None
+                and place.module.running_mean.dtype != torch.float64
+            )
+        )
     }
 
 

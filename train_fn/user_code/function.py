@@ -28,7 +28,7 @@ from storage.run_control import Stop
 from storage.run_dir import RunDir
 from train_fn import own_loop
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, NotShared, few, forget_frames
+from train_fn.errors import BadTask, few, forget_frames
 from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection, StopAgreed
 from train_fn.recovery.evidence import StepFailed, describe_error
@@ -93,10 +93,10 @@ def _entry_path(code: CodeSpec, names: Collection[str]) -> str | None:
     return script_path(names, str(code.script))
 
 
-def build_once(spec: RunSpec, run_dir: RunDir, device: torch.device) -> None:
+def build_once(spec: RunSpec, run_dir: RunDir, device: torch.device) -> str | None:
     """Import what the code imports before it does anything else, in a process from which its ranks
-    are forked. Libraries may take longer than all else of a restart. Raises NotShared if ranks must
-    not begin with what that has left.
+    are forked. Libraries may take longer than all else of a restart. Return why ranks must not
+    begin with what that has left; None if they may.
     """
     assert spec.code is not None
     own = set[str]()
@@ -108,15 +108,15 @@ def build_once(spec: RunSpec, run_dir: RunDir, device: torch.device) -> None:
         path = _entry_path(spec.code, code.names)
         own = _parts_of(code.names)
         if path is None or f"{path.rpartition('/')[0]}/__init__.py" in code.names:
-            return  # what a package does in __init__.py comes first
+            return None  # what a package does in __init__.py comes first
         declare_missing_ops()  # for torchvision
         with chdir(code.directory):  # a library may look for its settings there
             for module, wanted in first_imports((code.directory / path).read_bytes(), code.names):
                 __import__(module, fromlist=wanted)
     except Exception as exc:  # the ranks tell it
-        raise NotShared(f"an import failed ({type(exc).__name__}: {exc})") from exc
-    if taken := {name for name in set(sys.modules) - before if name in own}:
-        raise NotShared(f"libraries have modules of the archive's names: {few(sorted(taken))}")
+        return f"an import failed ({type(exc).__name__}: {exc})"
+    taken = sorted(own & (set(sys.modules) - before))
+    return f"libraries have modules of the archive's names: {few(taken)}" if taken else None
 
 
 def first_imports(source: bytes, names: Collection[str]) -> Iterator[tuple[str, list[str]]]:

@@ -26,7 +26,7 @@ class GroupFactory:
         placement: the run's bundles.
         nodes: the nodes to choose from.
         on_new: called before a group is created.
-        on_started: called with a group and its workers once these have their ranks.
+        on_started: called with a group's workers once these have their ranks.
         is_stopping: returns whether the run is to stop.
     """
 
@@ -37,7 +37,7 @@ class GroupFactory:
         placement: Placement,
         nodes: LiveNodes,
         on_new: Callable[[], None],
-        on_started: Callable[[EverstepWorkerGroup, list[Any]], None],
+        on_started: Callable[[list[Any]], None],
         is_stopping: Callable[[], bool],
     ) -> None:
         self._engine = engine

@@ -51,7 +51,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         settings: timeouts.
         read_nodes: returns the current nodes of the cluster.
         calls_ray: as of ``RankJob``.
-        on_created: called with the group and its workers once these have their ranks.
+        on_created: called with its workers once these have their ranks.
         kwargs: Ray's own arguments.
     """
 
@@ -65,7 +65,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         read_nodes: ReadNodes,
         *,
         calls_ray: bool,
-        on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
+        on_created: Callable[[list[Any]], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -148,7 +148,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             world_size,
             replica_group_size,
         )
-        self._on_created(self, self._ranked)
+        self._on_created(self._ranked)
         return self._ranked
 
     # -- while it runs
