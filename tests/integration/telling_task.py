@@ -95,8 +95,20 @@ class Telling:
         self.seen = state["seen"]
 
 
+class Partial(Telling):
+    """Updates the teacher on one rank alone."""
+
+    def after_step(self, model: Any, step: int) -> None:
+        if torch.distributed.get_rank() == 0:
+            super().after_step(model, step)
+
+
 def telling_task() -> None:
     build.build_task = lambda spec: Telling()
+
+
+def partial_task() -> None:
+    build.build_task = lambda spec: Partial()
 
 
 def plain_run() -> tuple[dict[int, float], nn.Module]:

@@ -355,3 +355,11 @@ class CheckpointedHeads(HeadsByKind):
 
 def checkpointed_heads() -> None:
     build.build_task = lambda spec: CheckpointedHeads()
+
+
+def regression_in_many_parts() -> None:
+    """Compare one word of the weights after each step."""
+    from train_fn.step import fingerprints
+
+    fingerprints.PART_BYTES = 8
+    regression()
