@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_526,
+    "everstep": 15_532,
     "storage": 5_760,
     "service": 27_457,
     "train_fn": 49_048,
-    "tests": 91_657,
+    "tests": 91630,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -21,10 +21,11 @@ from typing import Any
 from everstep.cli.drills import report_fields
 from everstep.cli.runs import Watcher
 from everstep.cli.terminal import Exit, Terminal, exit_code_of_status
+from everstep.client.address import is_loopback
 from everstep.client.client import Client
 from everstep.client.handles import DrillHandle
 from everstep.client.runs import RunHandle
-from everstep.errors import EverstepError, Unavailable
+from everstep.errors import EverstepError, Unavailable, UsageError
 from everstep.home import home_directory
 from everstep.options.serve import VARIABLES
 from everstep.wire import Run
@@ -194,6 +195,11 @@ def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> in
     phases = Phases()
     with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
         with phases.timed("service"):
+            if url and not is_loopback(url):
+                raise UsageError(
+                    f"the demo kills a node of the cluster, and {url} is not on this machine; "
+                    "leave --url out, or use `everstep drill` on a run of your own"
+                )
             if url:
                 service = Service(Client(url), home_directory(), None)
             else:

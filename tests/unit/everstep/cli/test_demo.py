@@ -18,6 +18,7 @@ from everstep.cli.demo import SPEC, DemoFailed, _conclusion, kill_all_of, run_de
 from everstep.cli.terminal import Exit, Terminal
 from everstep.spec.parsing import parse_spec
 from everstep.wire.run import Replay
+from tests.support.command_line import run_cli
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -105,3 +106,8 @@ def test_an_interrupted_demo_ends_its_service(homes: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         run_demo(Terminal(), url=None, keep=True, out="unused")
     assert started[0].returncode == -15 and list(homes.iterdir()) == []
+
+
+def test_a_cluster_elsewhere_is_left_alone() -> None:
+    refused = run_cli("demo", "--url", "https://ml.example.com")
+    assert refused.exit_code == 2 and "is not on this machine" in refused.stderr
