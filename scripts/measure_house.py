@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_760,
     "service": 27_457,
     "train_fn": 49_048,
-    "tests": 91630,
+    "tests": 91_638,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from train_fn.errors import BadTask
 from train_fn.state.pieces import Piece, rows_of
@@ -97,6 +98,12 @@ def parts_of(
     }
     extras = {f"extra{_dotted(name)}": each for name, each in named("extra", extra).items()}
     for name, each in {**schedulers, **extras}.items():
+        if isinstance(each, DataLoader):
+            raise BadTask(
+                f"es.protect: {name} is a {type(each).__name__}, which has read the next step's "
+                "batch when a step is whole, so a restart would leave that batch out. Pass "
+                "data = es.loader(loader), and iterate data.batches(state, epochs=…)"
+            )
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(each, method, None)):
                 raise BadTask(

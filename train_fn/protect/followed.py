@@ -353,18 +353,12 @@ def _place_of(data: Any) -> Any:
 
 def not_followed(loader: Any, who: str) -> BadTask:
     """Return the error for a loader that is another one whenever an epoch is begun."""
-    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    own = (
-        "It has a state of its own: iterate it yourself, and pass it as es.protect(extra={'data': "
-        "loader}), which keeps that state"
-        if has_state
-        else "Let set_epoch(epoch) say which epoch it is, draw from torch's generator, or use "
-        "es.loader(dataset, global_batch_size=…)"
-    )
     return BadTask(
         f"{who}: {type(loader).__name__} gives other batches when an epoch is begun again: it "
         "counts how often it was iterated, uses up its data, or draws from what nothing seeds, so "
-        f"no restart could find its place. {own}"
+        "no restart could find its place. Let set_epoch(epoch) say which epoch it is, draw from "
+        "torch's generator, read its data set by a plain DataLoader, or use es.loader(dataset, "
+        "global_batch_size=…)"
     )
 
 

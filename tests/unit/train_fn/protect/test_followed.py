@@ -697,7 +697,7 @@ class UsedUp(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (CountingEpochs(numbers()), "CountingEpochs gives other .* It has a state of its own"),
+        (CountingEpochs(numbers()), "CountingEpochs gives other .* by a plain DataLoader"),
         (DataLoader(numbers(), batch_size=4, sampler=CountingSampler()), r"set_epoch\(epoch\)"),
         (DataLoader(UsedUp(), batch_size=4), "uses up its data"),
     ],

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import everstep.train as es
 from everstep.wire.events import EventKind
@@ -476,6 +476,14 @@ def test_the_end_of_an_epoch_is_never_taken_for_the_run_s(
     found = read_journal(run_dir, 1, None, 1000)[0]
     began = [event.data for event in found if event.kind is EventKind.TRAINING_STARTED]
     assert [each["total_steps"] for each in began] == 2 * expected
+
+
+def test_a_loader_for_a_loop_to_iterate_itself_is_refused(
+    protect: Callable[..., Protected],
+) -> None:
+    """It has read a batch ahead when a step is whole."""
+    with pytest.raises(BadTask, match=r"data = es\.loader\(loader\)"):
+        protect(extra={"data": object.__new__(DataLoader)})
 
 
 def test_batches_without_an_end_are_refused_before_a_step(
