@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
@@ -86,14 +87,17 @@ class Display:
 # Curves of a run with matplotlib, which is imported only here, and only when asked for.
 
 
-def plot(run: Run, series: dict[str, list[Any]], names: tuple[str, ...], ax: Any) -> Any:
-    """Draw metrics over steps; return the axes. Raises UsageError."""
+def plot(
+    run: Run, read: Callable[[], dict[str, list[Any]]], names: tuple[str, ...], ax: Any
+) -> Any:
+    """Draw the metrics that ``read`` returns over steps; return the axes. Raises UsageError."""
     try:
         from matplotlib import pyplot  # type: ignore[import-not-found,unused-ignore]
     except ImportError as exc:
         raise UsageError(
             "plot needs matplotlib, which is not installed; pip install matplotlib"
         ) from exc
+    series = read()
     missing = [name for name in names if not series.get(name)]
     if missing or not any(series.values()):
         known = ", ".join(sorted(run.metrics)) or "none yet"

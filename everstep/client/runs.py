@@ -216,7 +216,7 @@ class RunHandle(RunHistory):
 
         Raises UsageError if matplotlib is not installed, or if the run has no values of a metric.
         """
-        return plot(self.run, self.metrics(*names), names, ax)
+        return plot(self.run, lambda: self.metrics(*names), names, ax)
 
     # ------------------------------------------------------------ actions
 
