@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
@@ -107,7 +108,7 @@ def build_once(spec: RunSpec, run_dir: RunDir, device: torch.device) -> str | No
         code = files_on_node(run_dir.storage, spec.code.archive)
         path = _entry_path(spec.code, code.names)
         own = _parts_of(code.names)
-        if path is None or f"{path.rpartition('/')[0]}/__init__.py" in code.names:
+        if path is None or any(f"{each}/__init__.py" in code.names for each in Path(path).parents):
             return None  # what a package does in __init__.py comes first
         declare_missing_ops()  # for torchvision
         with chdir(code.directory):  # a library may look for its settings there
