@@ -104,7 +104,7 @@ class Protected:
         self.ends_with_commit = False
         """Whether nothing but the commit ends a step: an adapter's trainer does again what it does
         between two steps."""
-        self.was_asked_for_epoch = False
+        self._was_asked_for_epoch = False
         """Whether the loop knows at which epoch it goes on."""
         self._said_total = self._total_steps = total_steps
         self._stop: Stop | None = None
@@ -127,7 +127,7 @@ class Protected:
     @property
     def epoch(self) -> int:
         """Return the epoch of the next step, as ``es.loader`` counts; else 0."""
-        self.was_asked_for_epoch = self.is_open
+        self._was_asked_for_epoch = self.is_open
         return self._state.epoch
 
     @property
@@ -236,7 +236,7 @@ class Protected:
         self._data_error = None
         is_first = self._state.data is not data
         self._state.attach(data, training.peers)
-        is_of_epoch = self.was_asked_for_epoch and end == (self._state.epoch + 1) * len(data)
+        is_of_epoch = self._was_asked_for_epoch and end == (self._state.epoch + 1) * len(data)
         total_steps = self._said_total or (None if is_of_epoch else end)
         is_known = not is_first and total_steps in (None, self._total_steps)
         self._total_steps, self._share = total_steps, None
