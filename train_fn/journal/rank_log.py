@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from storage.errors import StorageError
 from storage.logs.rank_logs import LogRecord, RankLogWriter
@@ -43,15 +43,15 @@ class ProcessOutput:
         """Receives the lines of forked processes."""
         self._pid = os.getpid()
         self._handler = _Handler(self)
-        self._streams = (sys.stdout, sys.stderr)
         self._root_level = logging.getLogger().level
 
     def begin(self) -> None:
         """Start to copy stdout, stderr and logging, including those of processes that are forked
         later."""
         self._forked.start()
-        sys.stdout = cast(TextIO, _Tee(sys.stdout, self, "INFO"))
-        sys.stderr = cast(TextIO, _Tee(sys.stderr, self, "WARNING"))
+        put_tees()
+        for tee in _tees():
+            tee.output = self
         root = logging.getLogger()
         root.addHandler(self._handler)
         if root.level > logging.INFO or root.level == logging.NOTSET:
@@ -60,10 +60,9 @@ class ProcessOutput:
     def end(self) -> None:
         """Restore stdout, stderr and logging."""
         self._forked.close()
-        for name, stream in zip(("stdout", "stderr"), self._streams, strict=True):
-            tee = getattr(sys, name)
-            if isinstance(tee, _Tee) and tee.belongs_to(self):
-                setattr(sys, name, stream)
+        for name in ("stdout", "stderr"):
+            if (tee := getattr(sys, name)) in _tees(self):
+                setattr(sys, name, tee.end())
         root = logging.getLogger()
         root.removeHandler(self._handler)
         root.setLevel(self._root_level)
@@ -72,9 +71,8 @@ class ProcessOutput:
         """Collect what was printed without the end of a line, and what forked processes have sent
         by now."""
         self._forked.settle()
-        for tee in (sys.stdout, sys.stderr):
-            if isinstance(tee, _Tee) and tee.belongs_to(self):
-                tee.flush_partial()
+        for tee in _tees(self):
+            tee.flush_partial()
 
     def add(self, level: str, message: str) -> None:
         """Add a line for which the budget has room. A very long one is cut."""
@@ -111,9 +109,8 @@ class ProcessOutput:
         """Replace locks that other threads held at the fork, and drop the rank's unfinished line.
         Runs in the forked process."""
         self.budget = LogBudget()
-        for tee in (sys.stdout, sys.stderr):
-            if isinstance(tee, _Tee) and tee.belongs_to(self):
-                tee.go_on_in_child()
+        for tee in _tees(self):
+            tee.go_on_in_child()
 
     def mark_child(self, mark: str) -> None:
         """Begin the lines of this forked process with ``mark``. When the process ends, send its
@@ -121,9 +118,8 @@ class ProcessOutput:
         if os.getpid() == self._pid:
             return
         self._forked.mark(mark)
-        for tee in (sys.stdout, sys.stderr):
-            if isinstance(tee, _Tee):
-                Finalize(None, tee.flush_partial, exitpriority=0)
+        for tee in _tees(self):
+            Finalize(None, tee.flush_partial, exitpriority=0)
 
     def _add_forked(self, level: str, line: str) -> None:
         if self.budget.take(len(line) + 1, 1):
@@ -188,18 +184,35 @@ class _Handler(logging.Handler):
                 self._output.add(record.levelname, line)
 
 
-class _Tee:
-    """A text stream that also adds every complete line to the output."""
+def put_tees() -> None:
+    """Let this process print by streams that an output can be given later. Whoever holds them, as a
+    logger of a library does that was imported before a rank was forked, then prints there, too."""
+    for name, level in (("stdout", "INFO"), ("stderr", "WARNING")):
+        if not isinstance(getattr(sys, name), _Tee):
+            setattr(sys, name, _Tee(getattr(sys, name), level))
 
-    def __init__(self, stream: TextIO, output: ProcessOutput, level: str) -> None:
+
+def _tees(output: ProcessOutput | None = None) -> list[_Tee]:
+    """Return those of this process's streams that have this output."""
+    streams: list[Any] = [sys.stdout, sys.stderr]
+    return [each for each in streams if isinstance(each, _Tee) and each.output is output]
+
+
+class _Tee:
+    """A text stream that also adds every complete line to an output, if it has one."""
+
+    def __init__(self, stream: TextIO, level: str) -> None:
+        self.output: ProcessOutput | None = None
         self._stream = stream
-        self._output = output
         self._level = level
         self._partial = ""
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
-        if not self._output.budget.take(len(text), text.count("\n")):
+        output = self.output
+        if output is None:
+            return self._stream.write(text)
+        if not output.budget.take(len(text), text.count("\n")):
             return len(text)
         with self._lock:
             *lines, partial = (self._partial + text).split("\n")
@@ -212,8 +225,8 @@ class _Tee:
             )
         for line in lines:
             # A progress bar rewrites its line with carriage returns. Only its last state counts.
-            self._output.add(self._level, line.rstrip("\r").rsplit("\r", 1)[-1])
-        self._stream.write(self._output.redact(text))
+            output.add(self._level, line.rstrip("\r").rsplit("\r", 1)[-1])
+        self._stream.write(output.redact(text))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
@@ -223,15 +236,17 @@ class _Tee:
     def flush_partial(self) -> None:
         with self._lock:
             partial, self._partial = self._partial, ""
-        if partial:
-            self._output.add(self._level, partial)
+        if partial and self.output is not None:
+            self.output.add(self._level, partial)
+
+    def end(self) -> TextIO:
+        """Copy nothing more. Return the stream below."""
+        self.output = None
+        return self._stream
 
     def go_on_in_child(self) -> None:
         self._lock = threading.Lock()
         self._partial = ""
-
-    def belongs_to(self, output: ProcessOutput) -> bool:
-        return self._output is output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -3,13 +3,15 @@ forked; and find out whether what was built may be shared so.
 
 A fork has the memory of the process that has built, and its file descriptors. It has no other
 thread of it, and cannot use a device that is open there. So whatever was built may be shared unless
-it has left a thread, a child, an open file or a device. Then each rank builds for itself.
+it has left a thread, a child, an open file or a device. Then each rank builds for itself. Locks of
+multiprocessing, which lie in memory that forks share, are made anew in each rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -22,12 +24,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from train_fn.errors import few
+from train_fn.journal.rank_log import put_tees
 from train_fn.node.secrets import process_redactor, read_secrets
 from train_fn.ranks.orders import BuildOrder, BuildResult
 from train_fn.ranks.zygote import LONELY_S, Zygote, begin_anew, end_after, listen_at, show_as
@@ -74,8 +78,10 @@ def build_and_serve(connection: Connection, order: BuildOrder) -> None:
     if listening is None:
         return
     connection.close()
+    locks = SharedLocks()
     fork = Zygote(listening, LONELY_S).serve()
     if fork is not None:
+        locks.renew()
         end_after(_enter, fork)
     for path in (order.path, output.path):
         path.unlink(missing_ok=True)
@@ -143,6 +149,32 @@ def _why_not(threads: Collection[int], fds: Collection[int]) -> str | None:
             "them where a sample is read, in __getitem__"
         )
     return None
+
+
+class SharedLocks:
+    """The locks and semaphores of multiprocessing that this process has made, as progress bars do,
+    with their values."""
+
+    def __init__(self) -> None:
+        made: Any = sys.modules.get("multiprocessing.synchronize")
+        found: list[Any] = [] if made is None else gc.get_objects()
+        self._semaphores = [
+            (each, each._semlock._get_value())
+            for each in found
+            if issubclass(type(each), made.SemLock)
+        ]
+        self._conditions = [each for each in found if issubclass(type(each), made.Condition)]
+
+    def renew(self) -> None:
+        """Put new ones in their places, in a fork. A rank that is killed while it holds one that
+        all forks share would stop them for ever."""
+        for each, value in self._semaphores:
+            old = each._semlock
+            name = each._make_name()
+            each._semlock = type(old)(old.kind, value, old.maxvalue, name, True)
+            each._make_methods()
+        for each in self._conditions:
+            each._make_methods()
 
 
 def _threads() -> set[int]:
@@ -222,6 +254,7 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        put_tees()
         sys.stdout.flush()
         self._before = (os.dup(1), os.dup(2))
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)

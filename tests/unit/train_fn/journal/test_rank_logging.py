@@ -23,7 +23,7 @@ from storage.logs.rank_logs import LogRecord, RankLogWriter, last_rank_lines, re
 from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir
 from train_fn.journal import rank_log
-from train_fn.journal.rank_log import RankLog, listen
+from train_fn.journal.rank_log import RankLog, listen, put_tees
 from train_fn.samples.loader import loader_options
 
 
@@ -74,6 +74,25 @@ def test_what_a_process_printed_before_it_had_a_rank_comes_first_in_that_rank_s_
         (2, "trains"),
     ]
     assert "secret" not in capsys.readouterr().out
+
+
+def test_a_logger_s_handler_that_was_made_before_the_fork_prints_into_the_log_without_secrets(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_tees()
+    library = logging.getLogger("library")
+    library.propagate = False
+    library.addHandler(logging.StreamHandler(sys.stderr))
+    library.warning("before")
+    log = RankLog(run_dir, 1, 1, 0)
+    log.redact = lambda line: line.replace("secret", "…")
+    log.start()
+    try:
+        library.warning("the secret")
+    finally:
+        log.close()
+    assert read(run_dir) == ["the …"]
+    assert capsys.readouterr().err == "before\nthe …\n"
 
 
 def test_a_process_that_ends_its_log_gets_its_streams_back(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from storage.run_dir import RunDir
 from tests.support.code_archives import TASK, tar_gz
 from tests.support.service_process import wait_for
 from train_fn.errors import RankDied
+from train_fn.ranks.build_once import SharedLocks
 from train_fn.ranks.fork import RankProcess, Zygotes
 from train_fn.ranks.orders import BuildOrder, RankFacts
 from train_fn.ranks.zygote import streams_of_this
@@ -325,3 +327,19 @@ def test_a_function_is_called_where_torch_is(node: Node) -> None:
     assert found(os.getpid) != os.getpid()
     with pytest.raises(RankDied, match="a process that was to run _exit has ended"):
         found(os._exit, 1)
+
+
+def test_a_fork_has_locks_of_its_own_where_another_died_with_one() -> None:
+    lock, seats, event = multiprocessing.Lock(), multiprocessing.Semaphore(3), multiprocessing.Event()
+    shared = SharedLocks()
+    assert lock.acquire() and seats.acquire()  # as another fork has, which is gone
+    if (pid := os.fork()) == 0:
+        try:
+            shared.renew()
+            event.set()
+            is_free = lock.acquire(timeout=1) and event.wait(1)
+            os._exit(0 if is_free and seats.get_value() == 3 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not lock.acquire(timeout=0) and not event.is_set()
