@@ -10,7 +10,6 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ from everstep.spec.tasks import (
     ImageFolderSpec,
 )
 from train_fn.data.image_folder import load_image_folder
-from train_fn.data.images import Arrays, ImageData, InMemoryImages, Pixels, decoded_once
+from train_fn.data.images import Arrays, ImageData, InMemoryImages, Pixels
 from train_fn.errors import DataMissing
 from train_fn.node.node_dir import cache_root, node_lock
 from train_fn.user_code.modules import torchvision_datasets
@@ -46,7 +45,7 @@ def build_image_data(spec: ImageDataSpec) -> ImageData:
             return load_image_folder(spec.args)
 
 
-def _in_memory(arrays: Any, pixels: Pixels, train_pixels: Pixels) -> ImageData:
+def _in_memory(arrays: Arrays, pixels: Pixels, train_pixels: Pixels) -> ImageData:
     """Return decoded images of ten classes as a data set."""
     digest = arrays["digest"].tobytes().decode()
     images = arrays["train_images"]
@@ -104,7 +103,7 @@ def load_cifar10(args: Cifar10Args) -> ImageData:
             f"Put {_DIRECTORY} there on every node, or set task.data.args.root to a directory "
             "that has it",
         )
-    arrays = decoded_once("cifar10", files, lambda: _decode_cifar10(directory))
+    arrays = _decode_cifar10(directory)
     train_pixels = Pixels(
         _CIFAR10_PIXELS.scale,
         _CIFAR10_PIXELS.offset,
@@ -227,7 +226,7 @@ def load_fashion_mnist(args: FashionMnistArgs) -> ImageData:
         raise DataMissing(
             f"data set fashion_mnist: {root} lacks {sorted(_FILES.keys() - found.keys())}"
         )
-    arrays = decoded_once("fashion_mnist", found.values(), lambda: _decode_fashion(found))
+    arrays = _decode_fashion(found)
     train_pixels = Pixels(_FASHION_PIXELS.scale, _FASHION_PIXELS.offset, flips=args.augment)
     return _in_memory(arrays, _FASHION_PIXELS, train_pixels)
 

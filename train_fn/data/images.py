@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,9 +11,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from train_fn.node.node_dir import cache_root, once_a_node
 from train_fn.samples.sampler import uniform
 
+Arrays = dict[str, NDArray[Any]]
+"""What files of a data set were decoded into: once for all ranks of a node."""
 ImageBatch = tuple[torch.Tensor, torch.Tensor]
 """Images [n, channels, height, width], float32 and normalised or uint8; labels int64 [n]."""
 
@@ -65,7 +63,7 @@ class Pixels:
 
 
 class InMemoryImages(Dataset[ImageBatch]):
-    """Images as one uint8 array (in memory or memory-mapped). They are fetched and augmented one
+    """Images as one uint8 array. They are fetched and augmented one
     micro-batch at a time."""
 
     in_memory = True
@@ -74,8 +72,7 @@ class InMemoryImages(Dataset[ImageBatch]):
         self, images: Images, labels: NDArray[np.int64], pixels: Pixels, fingerprint: str
     ) -> None:
         assert images.ndim == 4 and len(images) == len(labels)
-        # of a memory map, a plain view: cheaper to index
-        self.images, self.labels = np.asarray(images), np.asarray(labels)
+        self.images, self.labels = images, labels
         self.pixels, self.fingerprint = pixels, fingerprint
 
     def __len__(self) -> int:
@@ -127,42 +124,3 @@ def flip(images: Images, seed: int, epoch: int, indices: NDArray[np.int64]) -> I
     chosen = uniform(seed, epoch, indices, "flip") < 0.5
     images[chosen] = images[chosen][..., ::-1]
     return images
-
-
-# ---------------------------------------------------------------- cache
-
-# Decode data once per node: the first process decodes under a lock, all others map the result into
-# memory.
-
-Arrays = dict[str, NDArray[np.generic]]
-
-
-def decoded_once(name: str, sources: Iterable[Path], decode: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays of ``decode``, memory-mapped from this node's cache. Call it only if the
-    cache does not have them.
-
-    Args:
-        name: of the data set.
-        sources: files that are decoded. If the size or time of one changes, they are decoded
-            again.
-    """
-    stamps = [
-        f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sources
-    ]
-    return cached(name, hashlib.sha256(repr(stamps).encode()).hexdigest()[:16], decode)
-
-
-def cached(name: str, key: str, decode: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays that this node's cache has under ``name`` and ``key``, memory-mapped. Fill
-    the cache from ``decode`` if it has none."""
-    directory = cache_root() / "data" / f"{name}-{key}"
-    once_a_node(directory, lambda temporary: _write(temporary, decode()))
-    return {
-        path.stem: np.load(path, mmap_mode="r", allow_pickle=False)
-        for path in sorted(directory.glob("*.npy"))
-    }
-
-
-def _write(directory: Path, arrays: Arrays) -> None:
-    for name, array in arrays.items():
-        np.save(directory / f"{name}.npy", array, allow_pickle=False)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from everstep.spec.tasks import TextFilesArgs
-from train_fn.data.images import Arrays, decoded_once
+from train_fn.data.images import Arrays
 from train_fn.errors import DataMissing
 
 Tokens = NDArray[np.uint16]
@@ -66,8 +66,8 @@ def load_text_files(args: TextFilesArgs, context_length: int) -> TextData:
     for characters.
     """
     files = _find(args)
-    arrays = decoded_once(f"text_files-{args.level}", files, lambda: _decode(files, args.level))
-    tokens: Tokens = np.asarray(arrays["tokens"], dtype=np.uint16)
+    arrays = _decode(files, args.level)
+    tokens: Tokens = arrays["tokens"]
     digest = bytes(arrays["digest"].tobytes()).decode()
     num_held_out = int(len(tokens) * args.val_fraction)
     split = len(tokens) - num_held_out

@@ -1,4 +1,4 @@
-"""Data sets and loaders: the same pixels for the same key, decoded once a node, and a clear word
+"""Data sets and loaders: the same pixels for the same key, and a clear word
 where data is missing."""
 
 from __future__ import annotations
@@ -125,14 +125,13 @@ def test_fashion_mnist_reads_plain_and_compressed_files(tmp_path: Path) -> None:
     assert len(data.val) == 10
 
 
-def test_changed_files_are_decoded_anew_and_have_another_fingerprint(tmp_path: Path) -> None:
+def test_changed_files_have_another_fingerprint(tmp_path: Path) -> None:
     arrays = write_fashion(tmp_path / "fashion")
     args = FashionMnistArgs(root=str(tmp_path / "fashion"))
     first = load_fashion_mnist(args).train.fingerprint
     assert load_fashion_mnist(args).train.fingerprint == first
     path = tmp_path / "fashion" / "train-labels-idx1-ubyte.gz"
     write_idx(path, 9 - arrays[path.name])
-    os.utime(path, ns=(1, 1))
     assert load_fashion_mnist(args).train.fingerprint != first
 
 

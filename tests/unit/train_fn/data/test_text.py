@@ -20,11 +20,6 @@ from train_fn.tasks.builtin import LanguageModeling
 pytestmark = pytest.mark.own_process
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     root = tmp_path / "texts"

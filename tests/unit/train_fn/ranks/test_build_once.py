@@ -330,7 +330,11 @@ def test_a_function_is_called_where_torch_is(node: Node) -> None:
 
 
 def test_a_fork_has_locks_of_its_own_where_another_died_with_one() -> None:
-    lock, seats, event = multiprocessing.Lock(), multiprocessing.Semaphore(3), multiprocessing.Event()
+    lock, seats, event = (
+        multiprocessing.Lock(),
+        multiprocessing.Semaphore(3),
+        multiprocessing.Event(),
+    )
     shared = SharedLocks()
     assert lock.acquire() and seats.acquire()  # as another fork has, which is gone
     if (pid := os.fork()) == 0:
