@@ -1,4 +1,4 @@
-"""Files about the whole cluster, not one run: node marks, deployment checks, rehearsals and the
+"""Files about the whole cluster, not one run: node marks, deployment checks and the
 storage's identity.
 
 Imports every other room of `storage`; nothing here imports it.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from everstep.spec import plain_text
 from storage.checkpoints.retention import reported_checkpoints
@@ -22,7 +22,7 @@ from storage.logs.journal import read_journal
 from storage.run_dir import CheckpointName, RunDir
 
 if TYPE_CHECKING:
-    from everstep.spec.run_spec import RunSpec
+    pass
 
 # ---------------------------------------------------------------- identity
 
@@ -334,41 +334,3 @@ def read_report(storage: Storage, check_id: str) -> bytes | None:
         return storage.files.read(f"{_ROOT}/{check_id}/report.json")
     except StorageNotFound:
         return None
-
-
-# ---------------------------------------------------------------- rehearsals
-
-# What rehearsals of users' code showed: ``cluster/rehearsals/KEY.json``, for all runs of the code.
-
-_REHEARSALS = "cluster/rehearsals"
-
-
-def rehearsal_key(spec: RunSpec, versions: Mapping[str, str]) -> str:
-    """Return a digest of what decides how a rehearsal in a project ends, with the versions."""
-    facts = {
-        "trained": spec.trained_digest,
-        "project": spec.project,
-        "ranks": rehearsed_ranks(spec),
-        "versions": dict(versions),
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def rehearsed_ranks(spec: RunSpec) -> int:
-    """Return the ranks of a run's rehearsal: two show what more would."""
-    return min(2, spec.most_workers)
-
-
-def read_rehearsal(storage: Storage, key: str) -> dict[str, Any] | None:
-    """Return what the rehearsal with this key showed; None if there is none, or none that can be
-    read. Raises StorageError."""
-    try:
-        found = plain_text.parse_json(storage.files.read(f"{_REHEARSALS}/{key}.json"))
-    except (StorageNotFound, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def write_rehearsal(storage: Storage, key: str, report: Mapping[str, Any]) -> None:
-    """Keep what a rehearsal showed. Raises StorageError."""
-    storage.files.write(f"{_REHEARSALS}/{key}.json", json.dumps(report).encode())

@@ -138,9 +138,9 @@ def _known_rehearsal(spec: RunSpec) -> str | None:
 def _note_rehearsal(
     parsed: RunSpec, spec: str | None, code: str | None, overrides: list[str]
 ) -> None:
-    """Print how a restart is rehearsed on the user's own code, if the service does not."""
+    """Print how a restart is rehearsed on the user's own code."""
     own = parsed.code
-    if own is None or parsed.rehearses != "off":
+    if own is None:
         return
     sets = [part for each in overrides for part in ("--set", each)]
     before = [spec] if spec not in (None, "-") else []

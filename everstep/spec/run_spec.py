@@ -31,7 +31,6 @@ from everstep.spec.sections import (
     WandbSpec,
 )
 from everstep.spec.tasks import TaskSpec
-from everstep.wire.drills import RehearsalMode
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$"
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -270,11 +269,6 @@ class RunSpec(Frozen):
         return self.code is not None and self.code.script is not None
 
     @property
-    def rehearses(self) -> RehearsalMode:
-        """Return whether a restart is rehearsed on the run's code."""
-        return rehearsal_mode(self.recovery, self.replay)
-
-    @property
     def trained_digest(self) -> str:
         """Return a digest of what decides how a rehearsal ends: the code with its arguments, and
         what it is trained by. A run's name, project, size and how often it saves are not part."""
@@ -298,11 +292,6 @@ def origin_of(resume_from: ResumeFrom | None, replay: ReplaySpec | None) -> Resu
     if resume_from is not None or replay is None or replay.from_step == 0:
         return resume_from
     return ResumeFrom(run_id=replay.run_id, step=replay.from_step)
-
-
-def rehearsal_mode(recovery: RecoverySpec, replay: ReplaySpec | None) -> RehearsalMode:
-    """Return ``recovery.rehearse``, but for a replay, which trains what another run has trained."""
-    return "off" if replay is not None else recovery.rehearse
 
 
 def _micro_batch_size(train: TrainSpec, scaling: ScalingSpec) -> int:

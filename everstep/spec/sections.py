@@ -358,10 +358,8 @@ class RecoverySpec(Frozen):
     """Seconds from creation until the run fails with ``deadline_exceeded``; null sets no
     deadline."""
     rehearse: RehearsalMode = "off"
-    """Rehearse a restart on the run's code, once for all runs of the same code. ``warn`` does so
-    beside the run, where processors are idle, and tells what it found; ``require`` trains only once
-    a restart changes nothing. It runs your code a second time: what that writes outside of its
-    directory, it writes twice."""
+    """Accepted in stored specs of earlier versions, and without effect: ``everstep rehearse`` shows
+    before a submission what a restart changes, and ``submit`` sends what it showed."""
 
 
 class ResumeFrom(Frozen):

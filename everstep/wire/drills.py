@@ -334,12 +334,12 @@ class RunRehearsal(Answer):
     """Whether a restart was rehearsed on a run's code, and what that showed."""
 
     mode: RehearsalMode
-    """``recovery.rehearse`` of the run, with its default filled in."""
+    """Always ``off``: services of earlier versions rehearsed runs themselves."""
     state: Literal["none", "running", "made", "not_made"]
-    """``none``: it has not begun. ``not_made``: it could not be made; ``text`` says why."""
+    """``made`` before the run was submitted, or ``none``; the others are of earlier versions."""
     text: str
     """In words, with what to do where something is to be done."""
     at: Time | None = None
-    """When this became known; null if nothing is."""
+    """When the run was submitted with it; null if nothing is known."""
     report: Rehearsal | None = None
-    """What it showed, once it is made."""
+    """Always null: the tag of the run holds a summary."""

@@ -149,9 +149,8 @@ class EventKind(StrEnum):
     data: id (of the request) | null, quiet_s (without progress), step | null, summary (in words),
     ranks [{rank, node_id, does (in words), stack | null (the rank does not answer)}]."""
     REHEARSAL = "rehearsal"
-    """By the driver: a restart is rehearsed on the run's code, or was. data: state ("running" |
-    "made" | "not_made"), mode ("warn" | "require"), text (in words), reused (another run made it),
-    report (``wire.drills.Rehearsal``) | null."""
+    """By drivers of earlier versions, which rehearsed a restart on the run's code. data: state
+    ("running" | "made" | "not_made"), text (in words)."""
     REPLAY_COMPARED = "replay_compared"
     """By the driver of a replay, once its ranks have ended. data: ``wire.replays.Replay``."""
     ATTEMPT_ENDED = "attempt_ended"

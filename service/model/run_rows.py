@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import Select, Table, select
 
-from everstep.spec.run_spec import most_workers, origin_of, rehearsal_mode
+from everstep.spec.run_spec import most_workers, origin_of
 from everstep.spec.sections import (
     CheckpointSpec,
     NotifySpec,
@@ -26,7 +26,6 @@ from everstep.spec.sections import (
     WandbSpec,
 )
 from everstep.wire import Reason, RunStatus
-from everstep.wire.drills import RehearsalMode
 from service.model.rows import StoredRow
 from storage.run_control import Stop
 
@@ -279,11 +278,6 @@ class StoredSpec(BaseModel):
     def origin(self) -> ResumeFrom | None:
         """As ``RunSpec.origin``."""
         return origin_of(self.resume_from, self.replay)
-
-    @property
-    def rehearses(self) -> RehearsalMode:
-        """As ``RunSpec.rehearses``."""
-        return rehearsal_mode(self.recovery, self.replay)
 
     @property
     def runs_own_function(self) -> bool:

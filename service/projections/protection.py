@@ -258,34 +258,13 @@ def samples(events: Iterable[EventRow]) -> Samples:
 # Whether a restart was rehearsed on a run's code, and what that showed.
 
 
-def run_rehearsal(run: RunRow, found: Sequence[EventRow]) -> RunRehearsal:
-    """Return what is known. ``found`` is the last ``rehearsal`` event, if there is one."""
-    spec = run.stored_spec
-    mode, newest = spec.rehearses, found[0] if found else None
-    data = newest.data if newest is not None else {"state": "none"}
-    state, text, report = data.get("state"), data.get("text") or "", data.get("report")
-    before = _known_before(run) if state == "none" else None
+def run_rehearsal(run: RunRow) -> RunRehearsal:
+    """Return what is known: what a rehearsal before the submission showed."""
+    before, code = _known_before(run), run.stored_spec.code
     if before is not None:
-        return RunRehearsal(mode=mode, state="made", text=before, at=to_time(run.created_at))
-    if newest is None:
-        text = _OFF if spec.code is None else _NOT_REHEARSED.format(_command(spec.code))
-        text = text if mode == "off" else _NONE_YET
-        return RunRehearsal(mode=mode, state="none", text=text)
-    if state == "running":
-        text = "A restart is rehearsed on this code now."
-        if run.status.terminal:
-            state, text = "not_made", "the run ended first"
-    if state == "not_made":
-        text = (
-            f"The rehearsal of a restart could not be made: {text}. `everstep rehearse` makes it "
-            "wherever the code can run."
-        )
-    facts = {"mode": mode, "state": state, "text": text, "at": to_time(newest.at)}
-    try:
-        return RunRehearsal.model_validate({**facts, "report": report})
-    except ValidationError:  # of another version, or written by a run's code
-        text = "What the rehearsal of a restart showed cannot be read by this version."
-        return RunRehearsal(mode=mode, state="not_made", text=text)
+        return RunRehearsal(mode="off", state="made", text=before, at=to_time(run.created_at))
+    text = _NOTHING_TO_REHEARSE if code is None else _NOT_REHEARSED.format(_command(code))
+    return RunRehearsal(mode="off", state="none", text=text)
 
 
 def _known_before(run: RunRow) -> str | None:
@@ -312,12 +291,8 @@ _BEFORE: Final = {
     "different": "Rehearsed, as its submitter says: a restart changes what this code trains ({0})."
     " `{1}` says what to write instead.",
 }
-_OFF: Final = "No restart is rehearsed on this code: recovery.rehearse is off."
+_NOTHING_TO_REHEARSE: Final = "A built-in task has nothing that a restart could change."
 _NOT_REHEARSED: Final = (
-    "Not rehearsed: recovery.rehearse is off. `{}` shows on any machine, within minutes, whether a "
-    "restart changes what this code trains."
-)
-_NONE_YET: Final = (
-    "No restart was rehearsed on this code yet: if its steps are known, that begins once a run is "
-    "a minute old and a processor is idle. `everstep rehearse` does it at any time."
+    "Not rehearsed. `{}` shows on any machine, within minutes, whether a restart changes what this "
+    "code trains."
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Final
 
 from fastapi import Query, Request, Response
@@ -163,10 +162,9 @@ async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
     responses=problem_answers(404),
 )
 async def get_rehearsal(run: VisibleRun, context: Context) -> RunRehearsal:
-    """What a rehearsal of a restart on the run's code has shown (`recovery.rehearse`): equal in
-    every bit, or what was first different and what to write instead."""
-    found = await context.database_call(context.events.newest, run.id, EventKind.REHEARSAL)
-    return await context.folded(partial(protection.run_rehearsal, run), found)
+    """What `everstep rehearse` has shown of a restart on the run's code before it was submitted, as
+    its submitter says: equal in every bit, or what was first different."""
+    return protection.run_rehearsal(run)
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))

@@ -29,7 +29,6 @@ from tests.support.api_service import NOON, ApiService, Journal
 from tests.support.digits_run import digits
 from tests.support.service_process import ServiceProcess
 from tests.support.web_browser import status_of
-from tests.unit.service.api.test_rehearsals import DIFFERENT
 
 __all__ = ["context", "page", "story"]
 
@@ -313,27 +312,6 @@ async def test_nothing_serious_is_found_by_axe(story: Story, page: Page) -> None
                     for node in each["nodes"][:3]
                 ]
     assert found == {}
-
-
-async def test_a_run_page_says_what_a_rehearsal_found_and_what_to_write_instead(
-    api: ApiService, story: Story, page: Page
-) -> None:
-    await page.goto(f"/runs/{story.running}")
-    await expect(page.get_by_role("heading", name="Rehearsal")).to_have_count(0)
-    journal = _journal_behind(api, story.running, 1)
-    told = {"state": "made", "mode": "warn", "text": "", "reused": False, "report": DIFFERENT}
-    api.apply(story.running, [journal.event(EventKind.REHEARSAL, **told)])
-    section = page.locator("section", has=page.get_by_role("heading", name="Rehearsal"))
-    await expect(section).to_contain_text(DIFFERENT["text"])  # without a reload
-    await expect(section).to_contain_text("What to do: Compute it from state.step_number.")
-    rows = section.get_by_role("table")
-    await expect(rows).to_be_hidden()
-    await section.get_by_text("What was compared").press("Enter")
-    await expect(rows).to_be_visible()
-    await expect(rows.get_by_role("row")).to_have_count(1 + len(DIFFERENT["rows"]))
-    await page.evaluate(AXE.read_text())
-    result = await page.evaluate("() => axe.run('section[aria-labelledby=rehearsal-title]')")
-    assert result["violations"] == []
 
 
 async def test_the_reference_is_drawn_from_our_own_files(api: ApiService, page: Page) -> None:

@@ -18,7 +18,7 @@ from storage.run_control import DRIVER_PROBE
 from storage.run_dir import RunDir
 from train_fn.driver.fit_loop import fit_until_decided
 from train_fn.driver.submission_journal import close_journal, history_so_far, open_journal
-from train_fn.driver.watch import ControlWatch, RestartRehearsal, require_newest
+from train_fn.driver.watch import ControlWatch, require_newest
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.tensorboard_files import TensorBoardFiles
 from train_fn.ray_train.journal_actor import NAMESPACE
@@ -90,12 +90,7 @@ class Driver:
         followers = _followers(self._run_dir, self._submission, spec)
         for follower in followers:
             follower.start()
-        rehearsal = RestartRehearsal(self._run_dir, spec, self._settings, client)
-        outcome = rehearsal.refusal(stopping, history)
-        if outcome is None:
-            rehearsal.start()
-            outcome = self._fit(self._job(spec, history, actor), history, client)
-        rehearsal.close()
+        outcome = self._fit(self._job(spec, history, actor), history, client)
         saved, left = self._save_newest(spec, outcome, client)
         watch.close()
         kept = saved.summary if saved is not None else None

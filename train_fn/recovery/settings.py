@@ -70,13 +70,6 @@ class RecoverySettings:
     stacks_after_s: float = 60.0
     """Seconds without progress after which the ranks' stacks are reported, and again after twice as
     long; 0 for never."""
-    rehearse_after_s: float = 60.0
-    """Seconds after which a restart is rehearsed beside a run with ``recovery.rehearse: warn``; 0
-    for never. Shorter runs cause no load."""
-    rehearse_idle_cpus: float = 1.0
-    """Processors of the driver's node that must be idle when it begins."""
-    rehearse_limit_s: float = 300.0
-    """Longest rehearsal, once it has begun."""
     collective_timeout_s: int = 1800
     """Timeout of torch's process group. Survivors are freed long before it, by the first of them to
     leave."""
@@ -143,8 +136,13 @@ class RecoverySettings:
         return dataclasses.replace(cls(), **values)  # type: ignore[arg-type]
 
 
-_WITHOUT_EFFECT = frozenset({"in_process", "warm_pool", "warm_spares", "warm_delay_s"})
-"""Settings of earlier versions, about processes that are now forked."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("in_process", "warm_pool", "warm_spares", "warm_delay_s"),
+        *("rehearse_after_s", "rehearse_idle_cpus", "rehearse_limit_s"),
+    }
+)
+"""Settings of earlier versions: about processes that are now forked, and rehearsals beside runs."""
 
 
 def _parse(name: str, text: str, default: object) -> object:

@@ -1,5 +1,5 @@
 """Whether a restart was rehearsed on a run's code: the route, the client, `everstep why` and the
-page. The driver's part is told by its journal."""
+page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from everstep.code import pack, with_code
 from everstep.spec.parsing import parse_spec
 from everstep.wire.drills import REHEARSAL_TAG, Rehearsal
-from everstep.wire.events import EventKind
-from tests.support.api_service import ApiService
+from tests.support.api_service import ApiService, spec
 from tests.support.command_line import everstep
 from tests.support.page_text import text_of
 from tests.support.web_browser import Browser
@@ -60,10 +59,6 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         yield service
 
 
-def told(state: str, text: str = "", report: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"state": state, "mode": "warn", "text": text, "reused": False, "report": report}
-
-
 async def page_of(api: ApiService, run_id: str) -> str:
     browser = await Browser.logged_in(api, api.token("admin"))
     html = await browser.page(f"/runs/{run_id}")
@@ -75,7 +70,7 @@ async def test_a_built_in_task_is_not_rehearsed(api: ApiService) -> None:
     run_id, _ = await api.running()
     found = await api.get(f"/v1/runs/{run_id}/rehearsal")
     assert (found["mode"], found["state"], found["report"]) == ("off", "none", None)
-    assert "recovery.rehearse is off" in found["text"]
+    assert "nothing that a restart could change" in found["text"]
     assert await page_of(api, run_id) == ""
     assert "rehears" not in (await everstep("why", run_id)).output
 
@@ -99,7 +94,7 @@ async def test_a_loop_that_is_not_rehearsed_is_said_to_be_so_with_the_command(
     run_id, _ = await api.running(task=None, code={"archive": digest, **entry})
     command = f"--code DIRECTORY {words}"
     shown = await page_of(api, run_id)
-    assert "Not rehearsed: recovery.rehearse is off." in shown and command in shown
+    assert "Not rehearsed." in shown and command in shown
     assert command in (await api.get(f"/v1/runs/{run_id}/rehearsal"))["text"]
     options = [f"--{name}={entry[name]}" for name in entry if name != "argv"]
     after = ["--", *entry["argv"]] if "argv" in entry else []
@@ -160,70 +155,8 @@ def test_a_difference_is_not_forgotten_for_a_smaller_rehearsal_that_is_equal(
     assert outcome_after(EQUAL) == "equal"
 
 
-async def test_what_was_equal_is_said_on_the_page_and_by_why(api: ApiService) -> None:
-    run_id, journal = await api.running(recovery={"rehearse": "warn"})
-    assert (await api.get(f"/v1/runs/{run_id}/rehearsal"))["mode"] == "warn"
-    assert "No restart was rehearsed on this code" in await page_of(api, run_id)
-    api.apply(run_id, [journal.event(EventKind.REHEARSAL, **told("running"))])
-    assert "is rehearsed on this code now" in await page_of(api, run_id)
-    event = journal.event(EventKind.REHEARSAL, **told("made", EQUAL["text"], EQUAL))
-    api.apply(run_id, [event])
-    found = await api.get(f"/v1/runs/{run_id}/rehearsal")
-    assert (found["state"], found["report"]["outcome"]) == ("made", "equal")
-    shown = await page_of(api, run_id)
-    assert EQUAL["text"] in shown and "a rank killed within step 6" in shown
-    assert EQUAL["text"] in " ".join((await everstep("why", run_id)).output.split())
-    assert EQUAL["text"] in " ".join((await everstep("events", run_id)).output.split())
-
-
-async def test_what_was_different_is_said_with_what_to_write_instead(api: ApiService) -> None:
-    run_id, journal = await api.running(recovery={"rehearse": "warn"})
-    words = f"{DIFFERENT['text']} What to do: Compute it from state.step_number."
-    api.apply(run_id, [journal.event(EventKind.REHEARSAL, **told("made", words, DIFFERENT))])
-    shown = await page_of(api, run_id)
-    assert "rank 0 killed right after step 6:" in shown and "0.05 became 0.1" in shown
-    assert "What to do: Compute it from state.step_number." in shown
-    assert "went on from" in shown.lower() and "step 6 (snapshot)" in shown
-    assert "not seen within 12 steps" in shown
-    said = " ".join((await everstep("why", run_id)).output.split())
-    assert "Compute it from state.step_number" in said
-
-
-async def test_one_that_could_not_be_made_says_why_and_the_run_is_as_it_was(
-    api: ApiService,
-) -> None:
-    run_id, journal = await api.running(recovery={"rehearse": "warn"})
-    before = (await api.get(f"/v1/runs/{run_id}"))["status"]
-    event = journal.event(EventKind.REHEARSAL, **told("not_made", "it took longer than 300 s"))
-    api.apply(run_id, [event])
-    found = await api.get(f"/v1/runs/{run_id}/rehearsal")
-    assert found["state"] == "not_made" and "it took longer than 300 s" in found["text"]
-    assert "everstep rehearse" in found["text"]
-    assert (await api.get(f"/v1/runs/{run_id}"))["status"] == before
-    assert "it took longer than 300 s" in await page_of(api, run_id)
-
-
-async def test_one_that_runs_when_its_run_ends_was_not_made(api: ApiService) -> None:
-    run_id, journal = await api.running(recovery={"rehearse": "warn"})
-    api.apply(
-        run_id,
-        [
-            journal.event(EventKind.REHEARSAL, **told("running")),
-            journal.event(EventKind.FINISHED, outcome="succeeded", step=1),
-        ],
-    )
-    found = await api.get(f"/v1/runs/{run_id}/rehearsal")
-    assert found["state"] == "not_made" and "the run ended first" in found["text"]
-
-
-async def test_a_run_that_waits_for_its_rehearsal_says_so(api: ApiService) -> None:
-    run_id, journal = await api.running(recovery={"rehearse": "require"})
-    words = "A restart is rehearsed on this code before it trains"
-    waiting = {"code": "waiting_for_rehearsal", "message": words, "missing": {}}
-    api.apply(run_id, [journal.event(EventKind.WAITING, **waiting)])
-    reason = (await api.get(f"/v1/runs/{run_id}"))["reason"]
-    assert reason == {"code": "waiting_for_rehearsal", "message": words}
-    refused = {"code": "rehearsal_not_passed", "message": "set recovery.rehearse to warn"}
-    api.apply(run_id, [journal.event(EventKind.FINISHED, outcome="failed", reason=refused)])
-    ended = await api.get(f"/v1/runs/{run_id}")
-    assert ended["status"] == "FAILED" and ended["reason"] == refused
+async def test_a_service_rehearses_no_runs_and_says_when_to(api: ApiService) -> None:
+    refused = await api.http.post("/v1/runs", json=spec(recovery={"rehearse": "require"}))
+    assert refused.status_code == 422
+    [fault] = refused.json()["errors"]
+    assert fault["loc"] == ["recovery", "rehearse"] and "before `everstep submit`" in fault["msg"]
