@@ -17,6 +17,7 @@ from everstep.errors import FieldError, InvalidSpec
 from everstep.spec import plain_text
 from everstep.spec.code import reserved_reason
 from everstep.spec.run_spec import (
+    FORMER,
     NAME_PATTERN,
     PROJECT_PATTERN,
     VARIABLE_PATTERN,
@@ -42,7 +43,12 @@ def parse_spec(raw: Any) -> RunSpec:
     Use this for new requests only. Read a stored spec with ``RunSpec`` itself, so that checks added
     later do not refuse it.
     """
-    faults = (*plain_text.faults(raw), *_amount_faults(raw), *_env_faults(raw))
+    faults = (
+        *plain_text.faults(raw),
+        *_amount_faults(raw),
+        *_env_faults(raw),
+        *_former_faults(raw),
+    )
     try:
         spec = RunSpec.model_validate(raw)
     except ValidationError as exc:
@@ -71,6 +77,16 @@ def _env_faults(raw: Any) -> list[FieldError]:
             for name in names
             if (reason := reserved_reason(name)) is not None
         ]
+    return found
+
+
+def _former_faults(raw: Any) -> list[FieldError]:
+    """Return one fault for each field of earlier versions that is set to more than its default."""
+    found = []
+    for (section, name), (default, words) in FORMER.items():
+        given = raw.get(section) if isinstance(raw, dict) else None
+        if isinstance(given, dict) and given.get(name, default) != default:
+            found.append(FieldError((section, name), words))
     return found
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
@@ -40,6 +41,21 @@ EnvName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 WANDB_KEY = "WANDB_API_KEY"
 """Variable with the key for Weights & Biases."""
 SecretName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+
+
+_OF_AUTO = "is gone: checkpoint.every_steps auto follows from how long a save takes. Leave it out"
+FORMER: Mapping[tuple[str, str], tuple[Any, str]] = {
+    ("checkpoint", "mtbf_s"): (None, _OF_AUTO),
+    ("checkpoint", "min_interval_s"): (5.0, _OF_AUTO),
+    ("checkpoint", "max_interval_s"): (1800.0, _OF_AUTO),
+    ("recovery", "rehearse"): (
+        "off",
+        "is gone, the service rehearses no runs. Leave it out, and run `everstep rehearse` before "
+        "`everstep submit`, which sends what it showed",
+    ),
+}
+"""Fields of earlier versions by section and name: their defaults, and what to tell who sets another
+value. Stored specs have them."""
 
 
 class RunSpec(Frozen):
@@ -96,6 +112,16 @@ class RunSpec(Frozen):
     runtime_env: RuntimeEnvSpec | None = None
     """Packages that ``code`` needs and the nodes do not have. Refused unless the operator allows
     it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_fields(cls, raw: Any) -> Any:
+        """Leave out the fields of earlier versions. ``parse_spec`` refuses those that are set."""
+        for section, name in FORMER:
+            given = raw.get(section) if isinstance(raw, dict) else None
+            if isinstance(given, dict) and name in given:
+                raw = {**raw, section: {key: given[key] for key in given if key != name}}
+        return raw
 
     @field_validator("task")
     @classmethod

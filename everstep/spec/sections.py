@@ -17,7 +17,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from everstep.wire.drills import RehearsalMode
 from everstep.wire.events import mode_of
 
 # ---------------------------------------------------------------- field types
@@ -299,17 +298,9 @@ def _default_is_inferred(schema: dict[str, Any]) -> None:
 class CheckpointSpec(Frozen):
     every_steps: PositiveInt | Literal["auto"] | None = 50
     """Optimizer steps between checkpoints. Null saves by time only, and always at the end. ``auto``
-    minimises lost time with the formula of Young and Daly, from the measured cost of a save and the
-    mean time between failures."""
+    saves so often that one is written for at most a twentieth of the time: every 5 s to 30 min."""
     every_s: Seconds | None = None
     """Seconds between checkpoints; null saves by steps only."""
-    mtbf_s: Seconds | None = None
-    """Mean seconds between failures, for ``every_steps: auto``; null estimates it from the failures
-    of this run."""
-    min_interval_s: Seconds = 5.0
-    """Shortest interval that ``auto`` may choose; also the time until the first checkpoint."""
-    max_interval_s: Annotated[Seconds, AfterValidator(_max_reaches_min)] = 1800.0
-    """Longest interval that ``auto`` may choose."""
     keep_latest: PositiveInt = 3
     """Newest checkpoints to keep. The best one is kept in addition."""
     best_metric: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -357,9 +348,6 @@ class RecoverySpec(Frozen):
     deadline_s: Seconds | None = None
     """Seconds from creation until the run fails with ``deadline_exceeded``; null sets no
     deadline."""
-    rehearse: RehearsalMode = "off"
-    """Accepted in stored specs of earlier versions, and without effect: ``everstep rehearse`` shows
-    before a submission what a restart changes, and ``submit`` sends what it showed."""
 
 
 class ResumeFrom(Frozen):

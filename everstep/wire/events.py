@@ -97,10 +97,8 @@ class EventKind(StrEnum):
     """A save failed; training continues. data: step, error, failed_in_a_row, max_failed_saves (of
     the spec), retry_s (until the next try)."""
     CHECKPOINT_CADENCE = "checkpoint_cadence"
-    """``checkpoint.every_steps: auto`` chose another interval. data: step, interval_s, cost_s
-    (stall_s + slowdown_s), stall_s, slowdown_s, write_s, mtbf_s, mtbf_source ("given" |
-    "observed"), num_failures, bound ("write" | "min_interval_s" | "max_interval_s") | null, reason
-    (in words)."""
+    """In runs of earlier versions: ``checkpoint.every_steps: auto`` chose another interval. data:
+    interval_s, reason (in words)."""
     CHECKPOINT_DELETED = "checkpoint_deleted"
     """By retention. data: step, name."""
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"

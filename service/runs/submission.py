@@ -78,12 +78,6 @@ async def submitted(
     return answer, is_new
 
 
-_REHEARSE_BEFORE: Final = (
-    "must be off: the service rehearses no runs. Run `everstep rehearse` before `everstep submit`, "
-    "which sends what it showed"
-)
-
-
 async def checked(
     context: ApiContext,
     caller: Principal,
@@ -107,8 +101,6 @@ async def checked(
     caller.require("submitter")
     given = {"project": caller.project, **raw} if caller.project and isinstance(raw, dict) else raw
     spec = await validated(parse_spec, given)
-    if spec.recovery.rehearse != "off":
-        raise InvalidSpec((FieldError(("recovery", "rehearse"), _REHEARSE_BEFORE),))
     check_reaches(caller, spec.project)
     idempotency = idempotency_of(idempotency_key, caller, raw)
     is_known = spec.origin is not None and await context.database_call(

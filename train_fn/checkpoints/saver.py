@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from storage.checkpoints.manifest import Manifest
 from storage.errors import StorageError
 from storage.run_control import Stop
-from train_fn.checkpoints.cadence import PastFailures, SaveCadence, SaveEvents, SaveFailures
+from train_fn.checkpoints.cadence import SaveCadence, SaveEvents, SaveFailures
 from train_fn.checkpoints.commit import Collect, Committer
 from train_fn.checkpoints.save_slot import (
     Boundary,
@@ -64,7 +64,6 @@ class Saver:
         self._slot = SaveSlot(self._mutex, copies.release)
         self._committer = Committer(ctx, state.step, self._slot.moved, collect)
         self._failures = SaveFailures(ctx.spec.checkpoint)
-        self._past_failures = PastFailures(ctx.run_dir)
         self._cadence = SaveCadence(ctx.spec.checkpoint, state.step, time.monotonic())
         self._committed: Manifest | None = None
         self._found: Boundary | None = None
@@ -147,13 +146,8 @@ class Saver:
         """
         if not self._active:
             return
-        if self._cadence.auto:
-            with self._mutex:
-                self._cadence.step_ended(time.monotonic(), busy=self._slot.current is not None)
         if due or is_best:
             self._hand_over(is_best, retry_until=float("inf") if is_best else float("-inf"))
-            with self._mutex:
-                self._cadence.boundary_left(time.monotonic())
         elif not self._has_memory:
             self._has_memory = self._copies.is_ready()
 
@@ -273,9 +267,5 @@ class Saver:
 
     def _report_committed(self, save: Save, manifest: Manifest, write_s: float) -> None:
         self._events.committed(manifest, save.copy.stall_s, write_s)
-        if self._cadence.auto:
-            observed = self._past_failures.observed()
-            with self._mutex:
-                chosen = self._cadence.committed(save.copy.stall_s, write_s, observed)
-            if chosen is not None:
-                self._events.cadence(manifest.step, chosen)
+        with self._mutex:
+            self._cadence.committed(save.copy.stall_s + write_s)

@@ -11,7 +11,6 @@ from typing import Any
 from everstep.text import failure as failure_words
 from everstep.wire import Verdict
 from everstep.wire.events import EventKind
-from train_fn.checkpoints.cadence import NO_RISK, ObservedFailures
 from train_fn.journal.client import ActorJournalClient
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.ray_internals import Worker
@@ -25,6 +24,9 @@ from train_fn.recovery.verdict import Judgement
 
 logger = logging.getLogger(__name__)
 
+ASSUMED_MTBF_S = 24 * 3600.0
+"""Mean seconds between failures that are assumed before the first one."""
+_NO_RISK = frozenset({Verdict.USER_ERROR, Verdict.PREEMPTION})
 _ASK_S = 1.0
 """Timeout in seconds for reading the newest step from the journal."""
 
@@ -119,10 +121,10 @@ class AttemptLog:
 
     def mtbf_s(self) -> float:
         """Return the estimated mean seconds between the run's failures since the controller
-        began."""
+        began: those observed, together with one in ASSUMED_MTBF_S."""
         failures = self.failures[self._failures_before :]
-        count = sum(failure.verdict.value not in NO_RISK for failure in failures)
-        return ObservedFailures(count, time.monotonic() - self._began_at).mtbf_s()
+        count = sum(failure.verdict not in _NO_RISK for failure in failures)
+        return (time.monotonic() - self._began_at + ASSUMED_MTBF_S) / (count + 1)
 
     def worked_s(self, evidence_at: float) -> float | None:
         """Return how long the attempt's script had been running, in seconds, if it reports no

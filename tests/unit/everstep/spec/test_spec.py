@@ -60,9 +60,6 @@ CONTRACT: dict[str, Any] = {
     "checkpoint": {
         "every_steps": 50,
         "every_s": None,
-        "mtbf_s": None,
-        "min_interval_s": 5.0,
-        "max_interval_s": 1800.0,
         "keep_latest": 3,
         "best_metric": None,
         "best_mode": "max",
@@ -77,7 +74,6 @@ CONTRACT: dict[str, Any] = {
         "hang_timeout_s": None,
         "in_process": True,
         "deadline_s": None,
-        "rehearse": "off",
     },
     "resume_from": None,
     "env": {"NCCL_DEBUG": "WARN"},
@@ -93,6 +89,13 @@ def test_the_spec_of_the_contract_is_read_and_written_unchanged() -> None:
         key: written[key] for key in CONTRACT if key not in ("task", "optimizer", "schedule")
     } == {key: CONTRACT[key] for key in CONTRACT if key not in ("task", "optimizer", "schedule")}
     assert parse_spec(written) == parsed == RunSpec.model_validate_json(json.dumps(written))
+
+
+def test_fields_of_earlier_versions_are_read_and_left_out() -> None:
+    before = spec(recovery={"rehearse": "off"}, checkpoint={"mtbf_s": None, "min_interval_s": 5.0})
+    assert parse_spec(before) == parse_spec(spec(recovery={}, checkpoint={}))
+    stored = json.dumps(spec(recovery={"rehearse": "require"}, checkpoint={"mtbf_s": 60.0}))
+    assert RunSpec.model_validate_json(stored) == parse_spec(spec(recovery={}, checkpoint={}))
 
 
 def test_name_and_task_are_enough() -> None:

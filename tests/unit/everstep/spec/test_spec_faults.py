@@ -225,10 +225,11 @@ def test_all_faults_are_found_at_once() -> None:
         ),
         (spec(checkpoint={"every_steps": "automatic"}), "checkpoint.every_steps", "auto"),
         (spec(checkpoint={"max_failed_saves": 0}), "checkpoint.max_failed_saves", "greater"),
+        (spec(checkpoint={"mtbf_s": 60.0}), "checkpoint.mtbf_s", "is gone"),
         (
-            spec(checkpoint={"min_interval_s": 9, "max_interval_s": 8}),
-            "checkpoint.max_interval_s",
-            "smaller than min_interval_s",
+            spec(recovery={"rehearse": "require"}),
+            "recovery.rehearse",
+            "before `everstep submit`",
         ),
         (
             spec(env={"AWS_SECRET_ACCESS_KEY": "x"}),

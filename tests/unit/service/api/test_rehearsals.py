@@ -12,7 +12,7 @@ import pytest
 from everstep.code import pack, with_code
 from everstep.spec.parsing import parse_spec
 from everstep.wire.drills import REHEARSAL_TAG, Rehearsal
-from tests.support.api_service import ApiService, spec
+from tests.support.api_service import ApiService
 from tests.support.command_line import everstep
 from tests.support.page_text import text_of
 from tests.support.web_browser import Browser
@@ -153,10 +153,3 @@ def test_a_difference_is_not_forgotten_for_a_smaller_rehearsal_that_is_equal(
     assert outcome_after(EQUAL, ranks=1) == "different"
     assert outcome_after(EQUAL, outcome="impossible") == "different"
     assert outcome_after(EQUAL) == "equal"
-
-
-async def test_a_service_rehearses_no_runs_and_says_when_to(api: ApiService) -> None:
-    refused = await api.http.post("/v1/runs", json=spec(recovery={"rehearse": "require"}))
-    assert refused.status_code == 422
-    [fault] = refused.json()["errors"]
-    assert fault["loc"] == ["recovery", "rehearse"] and "before `everstep submit`" in fault["msg"]
