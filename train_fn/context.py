@@ -89,9 +89,6 @@ class WorkerContext:
     """What earlier attempts of this host have found out of its node and of what is trained."""
     remember: Callable[[str, Any], None] = lambda name, value: None
     """Let later attempts know what takes long to find out."""
-    built_apart: str | None = None
-    """Why each rank builds the task for itself, although a node could have built it once for all;
-    None if it need not."""
     on_restored: Callable[[], None] = lambda: None
     """Called once all ranks have restored the state with which the attempt begins."""
     on_replaced: Callable[[str], None] = lambda why: None

@@ -150,12 +150,13 @@ def _doing(out: Terminal, run: RunHandle) -> list[str]:
     """Return what a run does or waits for that does not train, and what is free where it waits for
     resources."""
     attempts = [] if run.status.terminal else run.attempts(workers=False)
+    apart = event_words.built_apart(attempts[-1].built_apart) if attempts else []
     what = event_words.doing(run.run, attempts, datetime.now(UTC))
     if what is None:
-        return []
+        return apart
     lacks = (ReasonCode.WAITING_FOR_CAPACITY, ReasonCode.INFEASIBLE)
     if run.reason is None or run.reason.code not in lacks:
-        return [what]
+        return [what, *apart]
     try:
         cluster = out.client().cluster()
     except EverstepError:  # what the run waits for is said all the same

@@ -40,7 +40,9 @@ def _line(item: Event) -> str | None:
             ]
             more = f" and {len(places) - RANKS_SHOWN} more" if len(places) > RANKS_SHOWN else ""
             ranks = count(data.get("world_size") or 0, "rank")
-            return f"attempt {item.attempt} with {ranks}: {', '.join(places[:RANKS_SHOWN])}{more}"
+            apart = "".join(f"; {each}" for each in built_apart(data.get("built_apart") or {}))
+            shown = ", ".join(places[:RANKS_SHOWN])
+            return f"attempt {item.attempt} with {ranks}: {shown}{more}{apart}"
         case EventKind.RESTORED if data.get("source") == OWN_FILES:
             return "the script starts again, at the checkpoints that it wrote itself"
         case EventKind.RESTORED if data.get("source") != "fresh":
@@ -179,6 +181,15 @@ def stragglers(report: StragglerReport) -> list[str]:
 
 _MOST_NODES = 8
 """Nodes whose free resources are shown."""
+
+
+def built_apart(why: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason why ranks build for themselves, as ``Attempt`` has them."""
+    return [
+        f"each rank on {', '.join(node[:8] for node in why if why[node] == reason)} builds for "
+        f"itself, in every attempt: {reason}"
+        for reason in dict.fromkeys(why.values())
+    ]
 
 
 def doing(run: Run, attempts: Sequence[Attempt], now: datetime) -> str | None:

@@ -41,7 +41,9 @@ class EventKind(StrEnum):
     WAITING = "waiting"
     """The worker group waits for resources. data: code, message, missing {resource: amount}."""
     ATTEMPT_STARTED = "attempt_started"
-    """A worker group started. data: world_size, workers [{rank, node_id, node_ip, pid}]."""
+    """A worker group started. data: world_size, workers [{rank, node_id, node_ip, pid}],
+    built_apart {node_id: why its ranks build for themselves; the others begin with what their node
+    has built once}."""
     RESTORED = "restored"
     """Ranks agreed on the state to continue from. data: step, epoch, source ("fresh" | "checkpoint"
     | "snapshot" | "process": a rank had kept it in its memory | "fork" | "own_files" of a script
@@ -222,6 +224,9 @@ class Attempt(Answer):
     submission: int
     world_size: int
     workers: tuple[WorkerInfo, ...]
+    built_apart: dict[str, str] = {}
+    """Why ranks build for themselves, in words, by node. The others begin with what their node has
+    built once, before there were ranks."""
     started_at: Time
     ended_at: Time | None
     first_step: int | None

@@ -69,6 +69,7 @@ def _started(event: EventRow) -> dict[str, Any]:
         "submission": event.submission,
         "world_size": event.data["world_size"],
         "workers": tuple(WorkerInfo.model_validate(worker) for worker in event.data["workers"]),
+        "built_apart": event.data.get("built_apart") or {},
         "started_at": to_time(event.at),
         "ended_at": None,
         "first_step": None,

@@ -415,8 +415,6 @@ def build_replica(ctx: WorkerContext) -> Replica:
         replica.exchange = Exchange(peers, replica.parameters, replica.sampler, spec.full_size)
     if not spec.recovery.in_process:
         replica.warn("recovery.in_process has no effect any more; leave it out of the spec")
-    if ctx.built_apart is not None:
-        replica.warn(f"each rank builds the task for itself, in every attempt: {ctx.built_apart}")
     if debugging := lowered_level():
         replica.warn(debugging)
     if (most := spec.most_workers) < spec.scaling.max_workers:

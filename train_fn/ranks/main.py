@@ -151,7 +151,6 @@ class _Rank:
             lambda name, metrics: self.line.ask("report", name, metrics),
             lambda: bool(self.line.call("close_reports", timeout_s=REPORTS_TAKEN_S)),
             lambda: self._device,
-            self._facts.why_not,
             self._facts.remembered,
         )
         try:

@@ -48,7 +48,5 @@ class RankFacts:
     """The node's address in the cluster."""
     use_gpu: bool
     streams: Streams
-    why_not: str | None = None
-    """Why it has not what the node could have built once; None if it has."""
     remembered: Mapping[str, Any] = field(default_factory=dict)
     """As of ``WorkerContext``."""

@@ -71,7 +71,6 @@ class Outside:
     close: Callable[[], bool]
     """Waits until all reports are taken. Returns False if that takes too long."""
     device: Callable[[], torch.device]
-    built_apart: str | None = None
     remembered: Mapping[str, Any] = field(default_factory=dict)
     """Both as of ``WorkerContext``."""
 
@@ -206,7 +205,6 @@ def _context(
         report_kept=process.note_kept,
         is_abandoned=process.is_abandoned,
         hands_over=journal.hands_over,
-        built_apart=outside.built_apart,
         remembered=outside.remembered,
         remember=process.remember,
         on_restored=process.note_restored,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everstep.text import failure as failure_words
@@ -64,8 +64,9 @@ class AttemptLog:
         self.journal.attempt = self.attempt
         return self.attempt
 
-    def started(self, workers: Sequence[Worker]) -> None:
-        """Report that the attempt's ranks have started."""
+    def started(self, workers: Sequence[Worker], built_apart: Mapping[str, str]) -> None:
+        """Report that the attempt's ranks have started, and why some build for themselves, by node
+        id."""
         self.is_open = True
         self.world_size = len(workers)
         self.nodes |= {worker.metadata.node_id for worker in workers}
@@ -78,9 +79,8 @@ class AttemptLog:
             }
             for worker in workers
         ]
-        self.journal.emit(
-            EventKind.ATTEMPT_STARTED, {"world_size": len(workers), "workers": places}
-        )
+        facts = {"world_size": len(workers), "workers": places, "built_apart": dict(built_apart)}
+        self.journal.emit(EventKind.ATTEMPT_STARTED, facts)
         self.journal.flush(_ASK_S)  # before any event of its ranks
 
     def ended(self, cause: str, last_step: int | None = None) -> None:

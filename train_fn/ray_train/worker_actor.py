@@ -72,6 +72,8 @@ class RankReady:
     """Processes that the OOM killer had ended on the node by then; None if unknown."""
     problem: str | None = None
     """Why ranks on the node cannot reach their peers, if this is known before they try."""
+    built_apart: str | None = None
+    """Why the rank builds for itself; None if it begins with what the node has built once."""
 
 
 class Rank(Protocol):
@@ -107,6 +109,7 @@ class _Told:
         self.news.set()
 
 
+_IMPORTS_RAY = "its code imports Ray, so it runs in Ray's own workers"
 _present: EverstepTrainWorker | None = None
 
 
@@ -169,7 +172,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
                 ray.util.get_node_ip_address(),
                 use_gpu,
                 streams_of_this(),
-                self._zygotes.why_not,
                 dict(self._remembered),
             )
             self._rank = self._zygotes.fork(facts, self._serve)
@@ -180,6 +182,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             os.getpid(),
             oom_kills(),
             problem,
+            _IMPORTS_RAY if job.calls_ray else self._zygotes.why_not,
         )
 
     def _leave_last(self) -> None:

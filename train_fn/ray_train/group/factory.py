@@ -26,7 +26,8 @@ class GroupFactory:
         placement: the run's bundles.
         nodes: the nodes to choose from.
         on_new: called before a group is created.
-        on_started: called with a group's workers once these have their ranks.
+        on_started: called with a group's workers once these have their ranks, and why some build
+            for themselves, by node id.
         is_stopping: returns whether the run is to stop.
     """
 
@@ -37,7 +38,7 @@ class GroupFactory:
         placement: Placement,
         nodes: LiveNodes,
         on_new: Callable[[], None],
-        on_started: Callable[[list[Any]], None],
+        on_started: Callable[[list[Any], dict[str, str]], None],
         is_stopping: Callable[[], bool],
     ) -> None:
         self._engine = engine

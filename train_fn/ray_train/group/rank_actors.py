@@ -93,6 +93,8 @@ class RankActors:
         self._actors: list[Any] = []
         self.oom_kills: dict[int, int | None] = {}
         """The out-of-memory kills of a rank's node when the rank began, by its process id."""
+        self.built_apart: dict[str, str] = {}
+        """Why ranks build for themselves, by node id."""
         self.reports: tuple[RankReport, ...] = ()
         """Reports on the ranks if the start failed."""
         self._processes = {(one.bundle.node_id, one.pid) for one in hosts}
@@ -157,6 +159,11 @@ class RankActors:
         }
         self._check(ready, metas)
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
+        self.built_apart = {
+            meta.node_id: rank.built_apart
+            for rank, meta in zip(ready, metas, strict=True)
+            if rank.built_apart is not None
+        }
         return [
             Worker(actor, meta, resources_per_worker, placement_group_bundle_index=0)
             for actor, meta in zip(actors, metas, strict=True)

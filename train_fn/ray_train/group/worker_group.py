@@ -51,7 +51,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         settings: timeouts.
         read_nodes: returns the current nodes of the cluster.
         calls_ray: as of ``RankJob``.
-        on_created: called with its workers once these have their ranks.
+        on_created: called with its workers once these have their ranks, and why some build for
+            themselves, by node id.
         kwargs: Ray's own arguments.
     """
 
@@ -65,7 +66,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         read_nodes: ReadNodes,
         *,
         calls_ray: bool,
-        on_created: Callable[[list[Any]], None],
+        on_created: Callable[[list[Any], dict[str, str]], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -148,7 +149,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             world_size,
             replica_group_size,
         )
-        self._on_created(self._ranked)
+        self._on_created(self._ranked, self._actors.built_apart)
         return self._ranked
 
     # -- while it runs

@@ -4,6 +4,7 @@ programs."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -153,6 +154,21 @@ async def test_goodput_and_stragglers_in_tables(api: ApiService) -> None:
         json.loads((await everstep("goodput", "--json")).stdout)["items"][0]["project"] == "default"
     )
     assert (await everstep("goodput", "--project", "none")).stdout == ""
+
+
+async def test_events_and_why_say_where_ranks_build_for_themselves_and_why(
+    api: ApiService,
+) -> None:
+    run_id, journal = await api.running()
+    start, *rest = journal.start()
+    why = "the build has left files open (/data/a.h5)"
+    apart = {"node-2": why, "node-3": why}
+    start = dataclasses.replace(start, data={**start.data, "built_apart": apart})
+    api.apply(run_id, [start, *rest, journal.steps(2)])
+    assert (await api.get(f"/v1/runs/{run_id}/attempts"))["items"][-1]["built_apart"] == apart
+    words = f"each rank on node-2, node-3 builds for itself, in every attempt: {why}"
+    for command in ("why", "events"):
+        assert words in " ".join((await everstep(command, run_id)).output.split())
 
 
 async def test_logs_are_printed_without_control_characters(api: ApiService) -> None:
