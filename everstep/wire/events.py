@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
+from pydantic import Field
+
 from everstep.wire.base import Answer, Open, Time
 
 UNFIT = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
@@ -224,7 +226,7 @@ class Attempt(Answer):
     submission: int
     world_size: int
     workers: tuple[WorkerInfo, ...]
-    built_apart: dict[str, str] = {}
+    built_apart: dict[str, str] = Field(default_factory=dict)
     """Why ranks build for themselves, in words, by node. The others begin with what their node has
     built once, before there were ranks."""
     started_at: Time
