@@ -107,7 +107,7 @@ def report_fields(report: DrillReport) -> list[tuple[str, object]]:
             if report.restored_step is None
             else f"step {report.restored_step} ({report.restored_from})",
         ),
-        (f"{failure.unit(report)}s lost", failure.of_drill(report)),
+        ("cost", failure.of_drill(report)),
         ("loss", _parity(report.parity) if report.parity else None),
         ("samples", _samples(report.parity) if report.parity else None),
         ("note", report.note),

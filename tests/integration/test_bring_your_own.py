@@ -76,7 +76,7 @@ def test_from_a_script_to_a_recovered_run(service: ServiceProcess, tmp_path: Pat
     wait_for(lambda: run.refresh().run.step > 100, PATIENCE_S, "step 100")
     assert run.guarantee is not None and "used exactly once" in run.guarantee
     drilled = typed(service, "kill_worker", run_id=run_id)
-    assert re.search(r"steps lost\s+0\b", drilled), drilled
+    assert re.search(r"cost\s+0 steps lost", drilled), drilled
     assert "worker_lost" in typed(service, "everstep why", run_id=run_id)
     run.cancel()
     assert "CANCELLED" in typed(service, "everstep watch", run_id=run_id, exit_code=1)

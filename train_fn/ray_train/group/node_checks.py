@@ -10,7 +10,6 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from math import inf
 from typing import Any
 
 import psutil
@@ -55,13 +54,20 @@ def link_reports(broken: LinksBroken, metas: Sequence[Any]) -> tuple[RankReport,
     )
 
 
-def prepared(calls: Sequence[Any], settings: RecoverySettings, within_s: float = inf) -> list[Any]:
+def prepared(
+    calls: Sequence[Any], settings: RecoverySettings, nodes: Sequence[str] = ()
+) -> list[Any]:
     """Return the answers of a starting group's processes. Raise WorkerGroupStartupFailedError if
-    one does not answer in time, at most ``within_s`` seconds."""
+    one does not answer in time, with the ``nodes`` that did not, if they are given."""
     try:
-        return list(ray.get(list(calls), timeout=min(within_s, settings.group_start_s)))
+        return list(ray.get(list(calls), timeout=settings.group_start_s))
     except RayError as exc:
-        raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
+        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
+        late = [node for call, node in zip(calls, nodes, strict=False) if call not in ready]
+        where = f" on node {', '.join(late)}" if late else ""
+        raise WorkerGroupStartupFailedError(
+            f"a rank's process{where} did not start: {exc}"
+        ) from exc
 
 
 def first_on_nodes(metas: Sequence[Any]) -> dict[str, int]:
@@ -182,7 +188,9 @@ class PreflightChecks:
         node_ids = sorted(firsts)
         chosen = [actors[firsts[node_id]] for node_id in node_ids]
         found: list[NodeFigures] = prepared(
-            [actor.check_node.remote(n) for n, actor in enumerate(chosen)], self._settings
+            [actor.check_node.remote(n) for n, actor in enumerate(chosen)],
+            self._settings,
+            node_ids,
         )
         ips = [metas[firsts[node_id]].node_ip for node_id in node_ids]
         if len(set(ips)) == len(ips) > 1:
