@@ -21,9 +21,9 @@ from train_fn.node.network import watch_peers
 from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.failure_policy import EvidencePolicy
 from train_fn.ray_train.group.factory import GroupFactory
+from train_fn.ray_train.group.newcomers import Newcomers
 from train_fn.ray_train.group.patience import StackReports
 from train_fn.ray_train.group.placement import Placement
-from train_fn.ray_train.group.recruits import Recruits
 from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.ray_checkpoints import ListTrimmer
 from train_fn.ray_train.ray_internals import (
@@ -86,7 +86,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._sizes,
             self._attempt_log,
             lambda: self._driver.is_leaving,
-            self._recruits(),
+            self._newcomers(),
         )
         self._failures = self._new_failures(train_run_context.run_config.failure_config)
         super().__init__(
@@ -125,12 +125,12 @@ class EverstepController(TrainController):  # type: ignore[misc]
         own = self._engine.job.spec.runs_own_function
         return own or (log.journal.phase(log.attempt) is not None and log.has_stepped)
 
-    def _recruits(self) -> Recruits | None:
+    def _newcomers(self) -> Newcomers | None:
         """Return what makes hosts for ranks that join; None if none stays for them."""
         groups = self.worker_group_cls
         if not groups.keeps_hosts:
             return None
-        return Recruits(self._engine, self._placement, self._nodes, groups.hosts)
+        return Newcomers(self._engine, self._placement, self._nodes, groups.hosts)
 
     def _new_failures(self, failure_config: Any) -> EvidencePolicy:
         """Return the failure policy."""
@@ -323,7 +323,7 @@ class YieldRequest:
         sizes: says whether another size is wanted, and which nodes drain.
         attempt_log: has the size of the group.
         is_leaving: returns whether the run goes on in another submission.
-        recruits: for ranks that join the next group; None if its processes are all new.
+        newcomers: for ranks that join the next group; None if its processes are all new.
     """
 
     def __init__(
@@ -332,13 +332,13 @@ class YieldRequest:
         sizes: LiveScalingPolicy,
         attempt_log: AttemptLog,
         is_leaving: Callable[[], bool],
-        recruits: Recruits | None = None,
+        newcomers: Newcomers | None = None,
     ) -> None:
         self._settings = settings
         self._sizes = sizes
         self._attempt_log = attempt_log
         self._is_leaving = is_leaving
-        self._recruits = recruits
+        self._newcomers = newcomers
         self._since: float | None = None
         """When the pending request was made, in monotonic seconds; None without one."""
         self._overdue_killed = False
@@ -354,15 +354,15 @@ class YieldRequest:
         """Begin anew with the next group."""
         self._since = None
         self.asked = self._overdue_killed = self._hands_over = False
-        if self._recruits is not None:
-            self._recruits.end()
+        if self._newcomers is not None:
+            self._newcomers.end()
 
     def check(self, group: EverstepWorkerGroup) -> None:
         """Ask the ranks to exit once another size is wanted or the driver is gone. Call this with
         every turn of the control loop."""
         if self._sizes.wanted is None and not self._is_leaving():
-            if self._since is None and self._recruits is not None:
-                self._recruits.dismiss()
+            if self._since is None and self._newcomers is not None:
+                self._newcomers.dismiss()
             return
         now = time.monotonic()
         if self._since is None:
@@ -388,13 +388,13 @@ class YieldRequest:
 
     def _is_next_ready(self, group: EverstepWorkerGroup) -> bool:
         """Return whether nothing but the ranks' exit is left to wait for."""
-        wanted, sizes, recruits = self._sizes.wanted, self._sizes, self._recruits
-        if recruits is None or wanted is None or self._is_leaving():
+        wanted, sizes, newcomers = self._sizes.wanted, self._sizes, self._newcomers
+        if newcomers is None or wanted is None or self._is_leaving():
             return True
         if wanted <= len(group.ranks_outside(sizes.draining)):
-            recruits.dismiss()  # nobody joins it, and another run may wait for the place
+            newcomers.dismiss()  # nobody joins it, and another run may wait for the place
             return True
-        return sizes.must_have_left(time.time() + 2 * _DRAIN_MARGIN_S) or recruits.are_ready(
+        return sizes.must_have_left(time.time() + 2 * _DRAIN_MARGIN_S) or newcomers.are_ready(
             wanted, sizes.scaling_config, self._attempt_log.attempt
         )
 
@@ -403,7 +403,7 @@ class YieldRequest:
             "the next submission" if self._is_leaving() else f"a group of {self._sizes.wanted}"
         )
         self._hands_over = hands_over = (
-            self._recruits is not None
+            self._newcomers is not None
             and not self._is_leaving()
             and bool(group.ranks_outside(self._sizes.draining))
         )

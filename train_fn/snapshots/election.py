@@ -16,7 +16,7 @@ from train_fn.snapshots.store import Label, Origin
 
 
 @dataclass(frozen=True)
-class Offer:
+class Candidate:
     """Name a state and a rank that can read it."""
 
     rank: int
@@ -35,13 +35,13 @@ class Rejection:
 class Elected:
     """Hold the newest trusted snapshot (None if there is none), and the rejected ones."""
 
-    offer: Offer | None
+    candidate: Candidate | None
     rejected: tuple[Rejection, ...]
-    offers: tuple[Offer, ...] = ()
-    """All offers of the state: those of every piece of it, and equal ones of several ranks."""
+    candidates: tuple[Candidate, ...] = ()
+    """All candidates of the state: those of every piece of it, and equal ones of several ranks."""
 
 
-def elect(offers: list[Offer], submission: int) -> Elected:
+def elect(candidates: list[Candidate], submission: int) -> Elected:
     """Elect the newest snapshot of this submission or an earlier one. Among equal ones, that of the
     lowest rank that can read it wins.
 
@@ -52,26 +52,28 @@ def elect(offers: list[Offer], submission: int) -> Elected:
     attempts never mix.
     """
     rejected: list[Rejection] = []
-    moments: dict[tuple[int, Origin], list[Offer]] = {}
-    for offer in offers:
-        if offer.label.submission > submission:
+    moments: dict[tuple[int, Origin], list[Candidate]] = {}
+    for candidate in candidates:
+        if candidate.label.submission > submission:
             continue
-        if offer.label.problem:
-            rejected.append(Rejection(snapshot_name(offer.label), offer.label.problem))
+        if candidate.label.problem:
+            rejected.append(Rejection(snapshot_name(candidate.label), candidate.label.problem))
         else:
-            moments.setdefault((offer.label.step, offer.label.origin), []).append(offer)
+            moments.setdefault((candidate.label.step, candidate.label.origin), []).append(candidate)
     for _, peers in sorted(moments.items(), key=itemgetter(0), reverse=True):
         digests: dict[int, set[str | None]] = {}
-        for offer in peers:
-            digests.setdefault(_compared(offer.label), set()).add(offer.label.digest)
-        alike = [offer for offer in peers if len(digests[_compared(offer.label)]) == 1]
-        if alike and are_whole([offer.label for offer in alike]):
+        for candidate in peers:
+            digests.setdefault(_compared(candidate.label), set()).add(candidate.label.digest)
+        alike = [candidate for candidate in peers if len(digests[_compared(candidate.label)]) == 1]
+        if alike and are_whole([candidate.label for candidate in alike]):
             return Elected(
-                min(alike, key=lambda offer: (offer.rank, offer.label.rank)),
+                min(alike, key=lambda candidate: (candidate.rank, candidate.label.rank)),
                 tuple(rejected),
                 tuple(alike),
             )
-        differing = (offer.label for offer in peers if len(digests[_compared(offer.label)]) > 1)
+        differing = (
+            candidate.label for candidate in peers if len(digests[_compared(candidate.label)]) > 1
+        )
         rejected += [
             Rejection(
                 snapshot_name(label),
@@ -97,9 +99,9 @@ def are_whole(labels: Sequence[Label]) -> bool:
 
 
 def in_lineage(
-    offers: list[Offer], starts: Mapping[Origin, RestorePoint]
-) -> tuple[list[Offer], tuple[Rejection, ...]]:
-    """Return the offers that no later attempt voids, and rejections of the others.
+    candidates: list[Candidate], starts: Mapping[Origin, RestorePoint]
+) -> tuple[list[Candidate], tuple[Rejection, ...]]:
+    """Return the candidates that no later attempt voids, and rejections of the others.
 
     An attempt that could not reach a snapshot resumed from an older state, and the run continued
     from there. So the snapshot is void, even if its node comes back. The same holds for snapshots
@@ -109,11 +111,11 @@ def in_lineage(
         starts: where each attempt started, by (submission, attempt).
     """
     standing, rejected = [], []
-    for offer in offers:
-        label = offer.label
+    for candidate in candidates:
+        label = candidate.label
         start = voided_by(CheckpointName(label.step, *label.origin), starts)
         if start is None:
-            standing.append(offer)
+            standing.append(candidate)
         else:
             went_on = "began anew" if start.fresh else f"went on from step {start.step}"
             rejected.append(Rejection(snapshot_name(label), f"a later attempt {went_on}"))
@@ -121,16 +123,16 @@ def in_lineage(
 
 
 def trusted(
-    offers: Sequence[Offer], distrusted: Sequence[Distrust]
-) -> tuple[list[Offer], tuple[Rejection, ...]]:
-    """Return the offers that no entry covers, and rejections of the others."""
-    standing: list[Offer] = []
+    candidates: Sequence[Candidate], distrusted: Sequence[Distrust]
+) -> tuple[list[Candidate], tuple[Rejection, ...]]:
+    """Return the candidates that no entry covers, and rejections of the others."""
+    standing: list[Candidate] = []
     rejected: dict[str, Rejection] = {}
-    for offer in offers:
-        label = offer.label
+    for candidate in candidates:
+        label = candidate.label
         entry = struck_by(distrusted, label.origin, label.step)
         if entry is None:
-            standing.append(offer)
+            standing.append(candidate)
         else:
             name = snapshot_name(label)
             rejected[name] = Rejection(name, entry.problem)

@@ -17,7 +17,7 @@ from train_fn.checkpoints.fork import Origin
 from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import MEET_S
 from train_fn.recovery.evidence import RankError
-from train_fn.snapshots.election import Elected, Offer, Rejection
+from train_fn.snapshots.election import Candidate, Elected, Rejection
 
 Snapshots = Literal["published", "survivors", "every_n", "own_node"]
 """Who keeps states on nodes: rank 0 all the time, or the survivors when an attempt breaks. Of a
@@ -26,7 +26,7 @@ Exchange = Callable[[bytes], list[bytes]]
 """Gives every rank's bytes, of one size, to all, by rank. A collective."""
 Adopt = Callable[[dict[str, Any], Origin], dict[str, Any]]
 """Turns the state of another run's checkpoint into the initial one of this run."""
-Unusable = Mapping[Offer, Rejection]
+Unusable = Mapping[Candidate, Rejection]
 """Files that cannot be used, and why. The same on all ranks."""
 
 

@@ -21,8 +21,8 @@ from storage.errors import CheckpointExists
 from storage.run_dir import RunDir
 from train_fn.checkpoints.commit import files_of, manifest_facts
 from train_fn.snapshots.election import (
+    Candidate,
     Elected,
-    Offer,
     elect,
     in_lineage,
     snapshot_name,
@@ -55,15 +55,15 @@ class Unreadable:
     """A snapshot that does not match its label."""
 
     problem: str
-    offer: Offer
+    candidate: Candidate
 
 
-Write = Callable[[Offer, str], "WrittenPiece | Unreadable"]
+Write = Callable[[Candidate, str], "WrittenPiece | Unreadable"]
 """Writes a piece to the directory of a checkpoint, on the node where the piece is."""
 
 
 def save_last(
-    run_dir: RunDir, submission: int, offers: Sequence[Offer], world_size: int, write: Write
+    run_dir: RunDir, submission: int, candidates: Sequence[Candidate], world_size: int, write: Write
 ) -> LastSave | None:
     """Commit the state that the next attempt would continue from. Return None if a checkpoint is as
     new, or nothing was trained yet.
@@ -71,21 +71,21 @@ def save_last(
     If a snapshot cannot be read, the next one is tried. Raises nothing.
     """
     unreadable: LastSave | None = None
-    step = max((offer.label.step for offer in offers), default=0)
+    step = max((candidate.label.step for candidate in candidates), default=0)
     try:
-        left, _ = trusted(offers, run_dir.distrusted())
+        left, _ = trusted(candidates, run_dir.distrusted())
         starts, durable = attempt_starts(run_dir), newest_durable(run_dir)
         while True:
             elected = elect(in_lineage(left, starts)[0], submission)
-            if elected.offer is None or elected.offer.label.step <= durable:
+            if elected.candidate is None or elected.candidate.label.step <= durable:
                 return unreadable
-            step = elected.offer.label.step
+            step = elected.candidate.label.step
             found = _commit(run_dir, submission, elected, world_size, write)
             if isinstance(found, Manifest):
                 return LastSave(step, found)
             logger.warning("the last save of step %d: %s", step, found.problem)
             unreadable = unreadable or LastSave(step, problem=found.problem)
-            left.remove(found.offer)
+            left.remove(found.candidate)
     except Exception as exc:
         logger.warning("the last save of step %d failed", step, exc_info=exc)
         return LastSave(step, problem=f"{type(exc).__name__}: {exc}")
@@ -95,9 +95,9 @@ def save_own(
     run_dir: RunDir, spec: RunSpec, store: SnapshotStore, world_size: int
 ) -> LastSave | None:
     """Like ``save_last``, for states of this process's node only: for ranks without a driver."""
-    offers = [Offer(0, label) for label in store.labels()]
+    candidates = [Candidate(0, label) for label in store.labels()]
     write = partial(write_piece, run_dir, spec, store)
-    return save_last(run_dir, store.submission, offers, world_size, write)
+    return save_last(run_dir, store.submission, candidates, world_size, write)
 
 
 def newest_durable(run_dir: RunDir) -> int:
@@ -110,9 +110,9 @@ def _commit(
     run_dir: RunDir, submission: int, elected: Elected, world_size: int, write: Write
 ) -> Manifest | Unreadable:
     """Commit an elected state as a checkpoint of a submission. Raises StorageError."""
-    assert elected.offer is not None
-    label = elected.offer.label
-    pieces = {offer.label.piece.number: offer for offer in reversed(elected.offers)}
+    assert elected.candidate is not None
+    label = elected.candidate.label
+    pieces = {candidate.label.piece.number: candidate for candidate in reversed(elected.candidates)}
     checkpoints, facts = CheckpointStore(run_dir), dict[str, Any]()
     try:
         with checkpoints.begin(label.step, submission, label.attempt) as writer:
@@ -140,15 +140,15 @@ class WrittenPiece:
 
 
 def write_piece(
-    run_dir: RunDir, spec: RunSpec, store: SnapshotStore, offer: Offer, directory: str
+    run_dir: RunDir, spec: RunSpec, store: SnapshotStore, candidate: Candidate, directory: str
 ) -> WrittenPiece | Unreadable:
     """Write a piece on this node, which may be all of a state, to the directory of a checkpoint
     that was begun; with the first one also what all pieces have in common. Raises StorageError."""
     try:
-        state = store.read(offer.label)
+        state = store.read(candidate.label)
     except Exception as exc:
-        return Unreadable(f"{snapshot_name(offer.label)} cannot be read: {exc}", offer)
-    is_first = offer.label.piece.number == 0
+        return Unreadable(f"{snapshot_name(candidate.label)} cannot be read: {exc}", candidate)
+    is_first = candidate.label.piece.number == 0
     files = files_of(state, safetensors=spec.checkpoint.safetensors, with_common=is_first)
     entries = {name: write_beside(run_dir, directory, name, write) for name, write in files.items()}
     return WrittenPiece(entries, manifest_facts(state) if is_first else {})

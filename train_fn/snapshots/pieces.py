@@ -29,7 +29,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepNotWhole
 from train_fn.node.usage import give_way
 from train_fn.recovery.evidence import RankError
-from train_fn.snapshots.election import Elected, Offer, Rejection, odd_ranks, snapshot_name
+from train_fn.snapshots.election import Candidate, Elected, Rejection, odd_ranks, snapshot_name
 from train_fn.snapshots.keeper import (
     Adopt,
     Exchange,
@@ -128,11 +128,11 @@ class PieceKeeper(StateKeeper):
 
     def read(self, elected: Elected) -> tuple[dict[str, Any] | None, Unusable]:
         ctx, peers, state = self._ctx, self._peers, self._state
-        offers, nodes = elected.offers, self._nodes
-        found, bad = read_pieces(ctx, peers, state, nodes, self.bring, offers)
-        unusable: dict[Offer, Rejection] = {}
+        candidates, nodes = elected.candidates, self._nodes
+        found, bad = read_pieces(ctx, peers, state, nodes, self.bring, candidates)
+        unusable: dict[Candidate, Rejection] = {}
         for (node, label), problem in bad.items():
-            of_label = [each for each in offers if each.label == label]
+            of_label = [each for each in candidates if each.label == label]
             # A file that has only moved to its node is not offered there, but where it came from.
             there = [each for each in of_label if nodes[each.rank] == node] or of_label
             rejection = Rejection(f"{snapshot_name(label)} on node {node}", problem)

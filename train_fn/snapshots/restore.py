@@ -27,7 +27,7 @@ from train_fn.checkpoints.fork import read_origin
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, NonFiniteWeights, StateNotWhole
 from train_fn.snapshots.election import (
-    Offer,
+    Candidate,
     Rejection,
     elect,
     in_lineage,
@@ -64,11 +64,11 @@ class _Search:
         # others belong to a run of the same name and place that was begun anew since
         own = [each for each in labels if each.origin < (ctx.submission, ctx.attempt)]
         of_ranks = enumerate(peers.gather(own))
-        offers = [Offer(rank, label) for rank, labels in of_ranks for label in labels]
+        candidates = [Candidate(rank, label) for rank, labels in of_ranks for label in labels]
         self.newest_durable, self.distrusted = peers.share(
             (newest_step(ctx), ctx.run_dir.distrusted()) if peers.rank == 0 else None, 0
         )
-        self.offers, self.rejected = trusted(offers, self.distrusted)
+        self.candidates, self.rejected = trusted(candidates, self.distrusted)
         self._is_checked = False
 
     def may_be_void(self, label: Label) -> bool:
@@ -82,13 +82,13 @@ class _Search:
         starts = peers.share(attempt_starts(ctx.run_dir) if peers.rank == 0 else None, 0)
         present = (ctx.submission, ctx.attempt)
         earlier = {origin: point for origin, point in starts.items() if origin < present}
-        self.offers, void = in_lineage(self.offers, earlier)
+        self.candidates, void = in_lineage(self.candidates, earlier)
         self.rejected, self._is_checked = self.rejected + void, True
 
     def drop(self, unusable: Unusable) -> None:
         """Drop files that could not be read."""
         self.rejected += tuple(dict.fromkeys(unusable.values()))
-        self.offers = [each for each in self.offers if each not in unusable]
+        self.candidates = [each for each in self.candidates if each not in unusable]
 
 
 def find_newest(
@@ -104,10 +104,10 @@ def find_newest(
     """
     search = _Search(ctx, peers)
     while True:
-        elected = elect(search.offers, ctx.submission)
+        elected = elect(search.candidates, ctx.submission)
         rejected = search.rejected + elected.rejected
-        label = None if elected.offer is None else elected.offer.label
-        if elected.offer is None or label is None or label.step < search.newest_durable:
+        label = None if elected.candidate is None else elected.candidate.label
+        if elected.candidate is None or label is None or label.step < search.newest_durable:
             restored, state = find_durable(
                 ctx, peers, kept, adopt_origin, rejected, search.distrusted
             )
@@ -121,7 +121,7 @@ def find_newest(
         else:
             state, unusable = keeper.read(elected)
             if not unusable:
-                return Restored("snapshot", elected.offer.rank, None, rejected), state
+                return Restored("snapshot", elected.candidate.rank, None, rejected), state
             search.drop(unusable)
 
 
@@ -232,7 +232,7 @@ def read_pieces(
     kept: RunState,
     nodes: Sequence[str],
     bring: Callable[[Mapping[Move, Label]], list[tuple[Move, str]]],
-    offers: Sequence[Offer],
+    candidates: Sequence[Candidate],
 ) -> tuple[dict[str, Any] | None, Bad]:
     """Return this rank's part of a state, from the pieces on its node, once those are here that lie
     on other nodes only. Or return the files that cannot be used, the same on all ranks. A
@@ -243,10 +243,10 @@ def read_pieces(
         bring: brings pieces to the nodes that need them (``PieceKeeper.bring``).
     """
     assert kept.piece is not None
-    of, size = offers[0].label.pieces, kept.piece.of
+    of, size = candidates[0].label.pieces, kept.piece.of
     there: list[dict[int, Label]] = [{} for _ in nodes]
-    for offer in offers:
-        there[offer.rank].setdefault(offer.label.piece.number, offer.label)
+    for candidate in candidates:
+        there[candidate.rank].setdefault(candidate.label.piece.number, candidate.label)
     needs = [needed(kept.rows.values(), of, Piece(at % size, size)) for at in range(len(nodes))]
     wanted = {move: there[move.source][move.number] for move in moves(there, needs, nodes)}
     bad: Bad = {(nodes[move.source], wanted[move]): why for move, why in bring(wanted)}
@@ -266,7 +266,7 @@ def read_pieces(
             found[number] = state
     if bad := _of_all(peers, bad):
         return None, bad
-    has_replicas = any(offer.label.rank >= of for offer in offers)
+    has_replicas = any(candidate.label.rank >= of for candidate in candidates)
     if has_replicas and (bad := _apart(peers, own_node, labels, found)):
         return None, bad
     own = next(iter(found.values()))

@@ -24,7 +24,7 @@ from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StateNotWhole, TrainError
 from train_fn.recovery.evidence import RankError
-from train_fn.snapshots.election import Elected, Offer, Rejection, snapshot_name
+from train_fn.snapshots.election import Candidate, Elected, Rejection, snapshot_name
 from train_fn.snapshots.keeper import Exchange, Remains, Restored, StateKeeper, Unusable
 from train_fn.snapshots.leaving import leave, leave_snapshot, publish_snapshot, shortage
 from train_fn.snapshots.restore import read_sound
@@ -91,19 +91,19 @@ class WholeKeeper(StateKeeper):
 
     def read(self, elected: Elected) -> tuple[dict[str, Any] | None, Unusable]:
         """Return an elected state on the ranks of its node. Raises BadTask for one in pieces."""
-        offer = elected.offer
-        assert offer is not None
-        if offer.label.pieces > 1:
+        candidate = elected.candidate
+        assert candidate is not None
+        if candidate.label.pieces > 1:
             raise BadTask(
-                f"the state of step {offer.label.step} is of a sharded model; shard this one by "
-                "fully_shard as well, or start a new run"
+                f"the state of step {candidate.label.step} is of a sharded model; shard this one "
+                "by fully_shard as well, or start a new run"
             )
-        is_here = Offer(self._peers.rank, offer.label) in elected.offers
-        own = read_sound(self._ctx, self._state, offer.label) if is_here else (None, None)
-        problem = self._peers.share(own[1], offer.rank)
+        is_here = Candidate(self._peers.rank, candidate.label) in elected.candidates
+        own = read_sound(self._ctx, self._state, candidate.label) if is_here else (None, None)
+        problem = self._peers.share(own[1], candidate.rank)
         if problem is None:
             return own[0], {}
-        return None, {offer: Rejection(snapshot_name(offer.label), problem)}
+        return None, {candidate: Rejection(snapshot_name(candidate.label), problem)}
 
     def spread(self, restored: Restored, found: dict[str, Any] | None) -> dict[str, Any]:
         if restored.source == "fresh" and self._peers.rank == restored.holder:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from everstep.spec.run_spec import RunSpec
 from storage.checkpoints.retention import attempt_starts
 from storage.run_dir import RunDir
-from train_fn.snapshots.election import Offer, elect, in_lineage, snapshot_name, trusted
+from train_fn.snapshots.election import Candidate, elect, in_lineage, snapshot_name, trusted
 from train_fn.snapshots.last_save import (
     LastSave,
     Unreadable,
@@ -61,21 +61,23 @@ class LeftStates:
         writes it. Never raises."""
         held = self._asked(_labels, ASK_S)
         nodes = list(held)
-        offers = [
-            Offer(number, label) for number, node_id in enumerate(nodes) for label in held[node_id]
+        candidates = [
+            Candidate(number, label)
+            for number, node_id in enumerate(nodes)
+            for label in held[node_id]
         ]
 
-        def write(offer: Offer, directory: str) -> Any:
-            node = nodes[offer.rank]
+        def write(candidate: Candidate, directory: str) -> Any:
+            node = nodes[candidate.rank]
             store = self._run_dir, node, self._submission
-            ref = self._on(node, _write_piece, store, spec, offer, directory)
+            ref = self._on(node, _write_piece, store, spec, candidate, directory)
             try:
                 return ray.get(ref, timeout=SAVE_S)
             except ray.exceptions.GetTimeoutError:
                 ray.cancel(ref)
                 raise TimeoutError(f"the state was not written within {SAVE_S:g} s") from None
 
-        return save_last(self._run_dir, self._submission, offers, world_size, write)
+        return save_last(self._run_dir, self._submission, candidates, world_size, write)
 
     def bring_to(self, targets: Collection[str]) -> None:
         """Bring the newest state to one of these nodes, whose ranks elect among what lies there,
@@ -83,17 +85,17 @@ class LeftStates:
         try:
             found = self._asked(_labels, ASK_S)
             nodes = sorted({*found, *targets}, key=lambda node: (node not in targets, node))
-            offers = [
-                Offer(at, each) for at, node in enumerate(nodes) for each in found.get(node, ())
+            candidates = [
+                Candidate(at, each) for at, node in enumerate(nodes) for each in found.get(node, ())
             ]
-            standing, _ = trusted(offers, self._run_dir.distrusted())
+            standing, _ = trusted(candidates, self._run_dir.distrusted())
             standing, _ = in_lineage(standing, attempt_starts(self._run_dir))
             while lacking := pieces_to_bring(standing, len(targets), self._submission):
-                for offer in lacking:
-                    standing.remove(offer)
-                    at = offer.label.piece.number % len(targets)
-                    if self._is_carried(offer.label, nodes[offer.rank], nodes[at]):
-                        standing.append(replace(offer, rank=at))
+                for candidate in lacking:
+                    standing.remove(candidate)
+                    at = candidate.label.piece.number % len(targets)
+                    if self._is_carried(candidate.label, nodes[candidate.rank], nodes[at]):
+                        standing.append(replace(candidate, rank=at))
         except Exception as exc:
             logger.warning("states on nodes without ranks could not be brought: %s", exc)
 
@@ -163,13 +165,13 @@ def may_lie_elsewhere(
     return done > 0 and (in_pieces or max(kept, default=0) < max([done, *ending]))
 
 
-def pieces_to_bring(offers: list[Offer], num_here: int, submission: int) -> list[Offer]:
-    """Return which offers of the newest state have to be brought to the next group's nodes, those
-    with numbers below ``num_here``: one of each piece that none of these has."""
-    found: dict[int, Offer] = {}
-    for offer in sorted(elect(offers, submission).offers, key=lambda each: each.rank):
-        found.setdefault(offer.label.piece.number, offer)
-    return [offer for offer in found.values() if offer.rank >= num_here]
+def pieces_to_bring(candidates: list[Candidate], num_here: int, submission: int) -> list[Candidate]:
+    """Return which candidates of the newest state have to be brought to the next group's nodes,
+    those with numbers below ``num_here``: one of each piece that none of these has."""
+    found: dict[int, Candidate] = {}
+    for candidate in sorted(elect(candidates, submission).candidates, key=lambda each: each.rank):
+        found.setdefault(candidate.label.piece.number, candidate)
+    return [candidate for candidate in found.values() if candidate.rank >= num_here]
 
 
 def _labels(run_dir: RunDir, node_id: str, submission: int) -> list[Label]:
@@ -197,9 +199,9 @@ def _take_in(store: _Store, label: Label, read: Callable[[int], Any]) -> str | N
 
 
 def _write_piece(
-    store: _Store, spec: RunSpec, offer: Offer, directory: str
+    store: _Store, spec: RunSpec, candidate: Candidate, directory: str
 ) -> WrittenPiece | Unreadable:
-    return write_piece(store[0], spec, node_snapshots(*store), offer, directory)
+    return write_piece(store[0], spec, node_snapshots(*store), candidate, directory)
 
 
 def _remove(run_dir: RunDir, node_id: str, submission: int) -> None:

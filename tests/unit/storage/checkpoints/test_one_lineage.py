@@ -92,13 +92,13 @@ def test_everybody_reads_one_lineage_and_one_best_checkpoint(
     assert in_lineage(history.names, history.points) == sorted(expected)
     listed = projection.checkpoints(history.events, {})
     assert [item.name for item in listed] == [str(name) for name in expected]
-    offers = [
-        election.Offer(0, Label(name.submission, name.attempt, name.step, 0, "d", None))
+    candidates = [
+        election.Candidate(0, Label(name.submission, name.attempt, name.step, 0, "d", None))
         for name in history.names
     ]
-    standing, rejected = election.in_lineage(offers, history.points)
+    standing, rejected = election.in_lineage(candidates, history.points)
     assert [CheckpointName(o.label.step, *o.label.origin) for o in standing] == expected
-    assert len(standing) + len(rejected) == len(offers)
+    assert len(standing) + len(rejected) == len(candidates)
 
     # Training keeps the first state that beats all before it.
     first_best: CheckpointName | None = None

@@ -21,7 +21,7 @@ from tests.support.restore_rounds import make_state
 from train_fn.context import WorkerContext
 from train_fn.snapshots import leaving, state_file
 from train_fn.snapshots import store as snapshot
-from train_fn.snapshots.election import Offer, elect
+from train_fn.snapshots.election import Candidate, elect
 from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.snapshots.store import snapshot_store
 
@@ -140,7 +140,7 @@ def test_where_the_writer_is_killed_another_rank_writes_and_nothing_torn_is_elec
         writer.kill()
         writer.join()
     [label] = store.labels()
-    elected = elect([Offer(rank, label) for rank in (0, 1)], 1).offer
+    elected = elect([Candidate(rank, label) for rank in (0, 1)], 1).candidate
     assert elected is not None and elected.label.rank == 1
     assert torch.equal(store.read(label)["task"]["large"], state["task"]["large"])
     store.remove_after(7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from train_fn.ray_train.group.left_states import may_lie_elsewhere, pieces_to_bring
-from train_fn.snapshots.election import Offer
+from train_fn.snapshots.election import Candidate
 from train_fn.snapshots.store import Label
 
 
@@ -27,27 +27,32 @@ def test_a_state_is_looked_for_elsewhere_if_no_host_of_the_group_has_the_newest(
     assert may_lie_elsewhere(kept, ending, done, in_pieces=in_pieces) is expected
 
 
-def offer(at: int, step: int, rank: int = 0, pieces: int = 1) -> Offer:
-    return Offer(at, Label(1, 1, step, rank, f"{step}-{rank % pieces}", None, pieces=pieces))
+def candidate(at: int, step: int, rank: int = 0, pieces: int = 1) -> Candidate:
+    return Candidate(at, Label(1, 1, step, rank, f"{step}-{rank % pieces}", None, pieces=pieces))
 
 
 @pytest.mark.parametrize(
-    ("offers", "brought"),
+    ("candidates", "brought"),
     [
-        ([offer(2, 123), offer(3, 123)], [offer(2, 123)]),  # once, whoever else has it
-        ([offer(0, 108), offer(2, 123)], [offer(2, 123)]),
-        ([offer(1, 123), offer(2, 123)], []),
-        ([offer(1, 123), offer(2, 90)], []),
+        ([candidate(2, 123), candidate(3, 123)], [candidate(2, 123)]),  # once, whoever else has it
+        ([candidate(0, 108), candidate(2, 123)], [candidate(2, 123)]),
+        ([candidate(1, 123), candidate(2, 123)], []),
+        ([candidate(1, 123), candidate(2, 90)], []),
         ([], []),
         (
-            [offer(0, 9, 0, 3), offer(2, 9, 1, 3), offer(2, 9, 2, 3), offer(3, 9, 2, 3)],
-            [offer(2, 9, 1, 3), offer(2, 9, 2, 3)],
+            [
+                candidate(0, 9, 0, 3),
+                candidate(2, 9, 1, 3),
+                candidate(2, 9, 2, 3),
+                candidate(3, 9, 2, 3),
+            ],
+            [candidate(2, 9, 1, 3), candidate(2, 9, 2, 3)],
         ),
-        ([offer(0, 9, 0, 2), offer(2, 10, 1, 2)], []),  # it is nowhere whole
+        ([candidate(0, 9, 0, 2), candidate(2, 10, 1, 2)], []),  # it is nowhere whole
     ],
 )
 def test_what_the_group_lacks_of_the_newest_state_is_brought(
-    offers: list[Offer], brought: list[Offer]
+    candidates: list[Candidate], brought: list[Candidate]
 ) -> None:
     """The group has nodes 0 and 1."""
-    assert pieces_to_bring(offers, 2, submission=1) == brought
+    assert pieces_to_bring(candidates, 2, submission=1) == brought

@@ -37,7 +37,7 @@ class Group:
 class Turns:
     """Turns of the control loop at times that the test sets."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, recruits: Any = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, newcomers: Any = None) -> None:
         self.now = 100.0
         self.leave_by: float | None = None
         self.is_leaving = False
@@ -54,7 +54,7 @@ class Turns:
             self.sizes,
             attempt_log,
             lambda: self.is_leaving,
-            recruits,
+            newcomers,
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: 1000.0 + self.now)
         monkeypatch.setattr(controller, "time", clock)
@@ -108,7 +108,7 @@ def test_ranks_that_would_be_taken_away_with_their_node_are_killed_once(turns: T
         assert turns.group.abandoned == [frozenset({"b"})]
 
 
-class Recruiting:
+class Joining:
     """Is ready when the test says so."""
 
     def __init__(self) -> None:
@@ -130,17 +130,17 @@ class Recruiting:
 def test_ranks_that_make_room_do_not_wait_for_those_that_were_to_join(
     draining: str, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recruits = Recruiting()
-    turns = Turns(monkeypatch, recruits)
+    newcomers = Joining()
+    turns = Turns(monkeypatch, newcomers)
     turns.sizes.wanted, turns.sizes.draining = 3, frozenset()
     turns.turn(100.0)
     turns.sizes.wanted, turns.sizes.draining = wanted, frozenset(draining)
     turns.turn(101.0)
-    assert (turns.group.num_asked, recruits.dismissed) == (1, 1)
+    assert (turns.group.num_asked, newcomers.dismissed) == (1, 1)
 
 
 def test_ranks_of_a_node_that_goes_soon_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Turns(monkeypatch, Recruiting())
+    turns = Turns(monkeypatch, Joining())
     turns.sizes.wanted, turns.leave_by = 2, 1120.0
     turns.turn(103.0)
     assert turns.group.num_asked == 0
@@ -151,9 +151,9 @@ def test_ranks_of_a_node_that_goes_soon_do_not_wait(monkeypatch: pytest.MonkeyPa
 def test_ranks_save_if_all_their_nodes_are_drained_after_they_were_asked_to_hand_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recruits = Recruiting()
-    recruits.ready = True
-    turns = Turns(monkeypatch, recruits)
+    newcomers = Joining()
+    newcomers.ready = True
+    turns = Turns(monkeypatch, newcomers)
     turns.sizes.wanted, asked = 3, []
     for draining in ("", "a", "ab", "ab"):
         turns.sizes.draining = frozenset(draining)
@@ -166,10 +166,10 @@ def test_ranks_save_if_all_their_nodes_are_drained_after_they_were_asked_to_hand
 def test_ranks_save_where_no_process_of_theirs_goes_on(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recruits = None if case == "new processes" else Recruiting()
-    turns = Turns(monkeypatch, recruits)
-    if recruits is not None:
-        recruits.ready = True
+    newcomers = None if case == "new processes" else Joining()
+    turns = Turns(monkeypatch, newcomers)
+    if newcomers is not None:
+        newcomers.ready = True
     turns.sizes.wanted, turns.is_leaving = 1, case == "the driver is gone"
     if case == "all nodes go":
         turns.sizes.draining = frozenset({"a", "b"})

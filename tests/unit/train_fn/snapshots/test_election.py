@@ -12,76 +12,82 @@ from hypothesis import strategies as st
 from storage.checkpoints.reader import RestorePoint
 from storage.checkpoints.reader import in_lineage as checkpoints_in_lineage
 from storage.run_dir import CheckpointName
-from train_fn.snapshots.election import Offer, elect, in_lineage, odd_ranks
+from train_fn.snapshots.election import Candidate, elect, in_lineage, odd_ranks
 from train_fn.snapshots.store import Label, Origin
 
 SUBMISSION = 3
 
 
-def offer(
+def candidate(
     rank: int,
     step: int,
     digest: str = "a",
     attempt: int = 1,
     submission: int = SUBMISSION,
     problem: str | None = None,
-) -> Offer:
-    return Offer(rank, Label(submission, attempt, step, rank, None if problem else digest, problem))
+) -> Candidate:
+    return Candidate(
+        rank, Label(submission, attempt, step, rank, None if problem else digest, problem)
+    )
 
 
 def test_the_newest_wins_and_the_lowest_rank_that_has_it_is_the_source() -> None:
-    offers = [offer(0, 9), offer(2, 10), offer(1, 10)]
-    assert elect(offers, SUBMISSION).offer == offers[2]
-    assert elect(offers, SUBMISSION).rejected == ()
+    candidates = [candidate(0, 9), candidate(2, 10), candidate(1, 10)]
+    assert elect(candidates, SUBMISSION).candidate == candidates[2]
+    assert elect(candidates, SUBMISSION).rejected == ()
 
 
 def test_survivors_that_contradict_each_other_are_not_trusted() -> None:
-    elected = elect([offer(0, 10, "a"), offer(1, 10, "b"), offer(2, 9, "c")], SUBMISSION)
-    assert elected.offer == offer(2, 9, "c")
+    elected = elect(
+        [candidate(0, 10, "a"), candidate(1, 10, "b"), candidate(2, 9, "c")], SUBMISSION
+    )
+    assert elected.candidate == candidate(2, 9, "c")
     assert len(elected.rejected) == 2
     assert all("differs" in rejection.problem for rejection in elected.rejected)
 
 
 def test_a_later_attempt_that_reached_the_same_step_is_believed() -> None:
-    elected = elect([offer(0, 10, "a", attempt=1), offer(1, 10, "b", attempt=2)], SUBMISSION)
-    assert elected.offer is not None
-    assert elected.offer.label.attempt == 2
+    elected = elect(
+        [candidate(0, 10, "a", attempt=1), candidate(1, 10, "b", attempt=2)], SUBMISSION
+    )
+    assert elected.candidate is not None
+    assert elected.candidate.label.attempt == 2
 
 
 def test_an_older_submission_counts_and_a_newer_one_does_not() -> None:
-    older = offer(0, 99, submission=2)
-    assert elect([older, offer(1, 120, submission=4)], SUBMISSION).offer == older
-    assert elect([older, offer(1, 99, "b")], SUBMISSION).offer == offer(1, 99, "b"), (
+    older = candidate(0, 99, submission=2)
+    assert elect([older, candidate(1, 120, submission=4)], SUBMISSION).candidate == older
+    assert elect([older, candidate(1, 99, "b")], SUBMISSION).candidate == candidate(1, 99, "b"), (
         "at the same step this one's own is believed"
     )
 
 
 def test_a_rank_that_could_leave_nothing_is_reported() -> None:
-    elected = elect([offer(0, 10, problem="too little room"), offer(1, 9)], SUBMISSION)
-    assert elected.offer == offer(1, 9)
+    elected = elect([candidate(0, 10, problem="too little room"), candidate(1, 9)], SUBMISSION)
+    assert elected.candidate == candidate(1, 9)
     assert [rejection.problem for rejection in elected.rejected] == ["too little room"]
 
 
-def piece(rank: int, digest: str, of: int, held_by: int | None = None) -> Offer:
-    found = offer(rank, 10, digest)
-    return Offer(rank if held_by is None else held_by, replace(found.label, pieces=of))
+def piece(rank: int, digest: str, of: int, held_by: int | None = None) -> Candidate:
+    found = candidate(rank, 10, digest)
+    return Candidate(rank if held_by is None else held_by, replace(found.label, pieces=of))
 
 
 def test_a_state_in_pieces_counts_if_one_of_each_is_there() -> None:
-    older = offer(0, 9)
-    assert elect([piece(0, "a", 2), older], SUBMISSION).offer == older
-    assert elect([piece(0, "a", 2), piece(1, "b", 2)], SUBMISSION).offer == piece(0, "a", 2)
+    older = candidate(0, 9)
+    assert elect([piece(0, "a", 2), older], SUBMISSION).candidate == older
+    assert elect([piece(0, "a", 2), piece(1, "b", 2)], SUBMISSION).candidate == piece(0, "a", 2)
     replicas = [piece(2, "c", 2), piece(1, "b", 2)]
-    assert elect([*replicas, older], SUBMISSION).offer == piece(1, "b", 2)
-    assert elect([piece(1, "b", 2), piece(3, "d", 2), older], SUBMISSION).offer == older
+    assert elect([*replicas, older], SUBMISSION).candidate == piece(1, "b", 2)
+    assert elect([piece(1, "b", 2), piece(3, "d", 2), older], SUBMISSION).candidate == older
 
 
 def test_two_files_of_one_rank_s_piece_that_differ_are_not_trusted() -> None:
     copies = [piece(0, "a", 2), piece(0, "x", 2, held_by=1), piece(1, "b", 2)]
-    elected = elect([*copies, offer(0, 9)], SUBMISSION)
-    assert elected.offer == offer(0, 9) and len(elected.rejected) == 2
+    elected = elect([*copies, candidate(0, 9)], SUBMISSION)
+    assert elected.candidate == candidate(0, 9) and len(elected.rejected) == 2
     # Another replica has the same piece, and nothing is wrong with that one.
-    assert elect([*copies, piece(2, "c", 2)], SUBMISSION).offer == piece(1, "b", 2)
+    assert elect([*copies, piece(2, "c", 2)], SUBMISSION).candidate == piece(1, "b", 2)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +121,14 @@ def went_on(**starts: int) -> dict[Origin, RestorePoint]:
 
 
 def test_an_attempt_that_died_before_it_published_leaves_the_snapshot_that_it_began_from() -> None:
-    offers = [offer(0, 56), offer(0, 57)]
-    standing, rejected = in_lineage(offers, went_on(a1=0, a2=57))
-    assert (standing, rejected) == (offers, ())
-    assert elect(standing, SUBMISSION).offer == offers[1]
+    candidates = [candidate(0, 56), candidate(0, 57)]
+    standing, rejected = in_lineage(candidates, went_on(a1=0, a2=57))
+    assert (standing, rejected) == (candidates, ())
+    assert elect(standing, SUBMISSION).candidate == candidates[1]
 
 
 def test_a_snapshot_that_a_later_attempt_had_to_do_without_is_no_part_of_the_run() -> None:
-    met_again, published = offer(0, 57), offer(1, 53, attempt=2)
+    met_again, published = candidate(0, 57), candidate(1, 53, attempt=2)
     standing, rejected = in_lineage([met_again, published], went_on(a1=0, a2=50))
     assert standing == [published]
     [rejection] = rejected
@@ -133,7 +139,7 @@ def test_a_snapshot_that_a_later_attempt_had_to_do_without_is_no_part_of_the_run
 
 
 def test_whoever_began_anew_lets_nothing_stand() -> None:
-    met_again = offer(0, 0, submission=2)
+    met_again = candidate(0, 0, submission=2)
     standing, [rejection] = in_lineage([met_again], {(SUBMISSION, 2): RestorePoint(0, fresh=True)})
     assert (standing, rejection.problem) == ([], "a later attempt began anew")
 
@@ -167,9 +173,9 @@ class World:
         """Restore as ranks do, by what can be seen; ``starts`` holds it before the first step, as
         ``claim`` makes sure."""
         standing, _ = in_lineage(
-            [Offer(0, label) for label, _, there in self.snapshots if there], self.starts
+            [Candidate(0, label) for label, _, there in self.snapshots if there], self.starts
         )
-        elected = elect(standing, origin[0]).offer
+        elected = elect(standing, origin[0]).candidate
         durable = self.lineage()
         chain: dict[int, Origin] = self.checkpoints[durable[-1]] if durable else {}
         if elected is not None and elected.label.step > max(chain, default=0):
@@ -234,17 +240,19 @@ def test_whatever_dies_or_wakes_the_run_has_one_lineage(
             assert taken == {step: by for step, by in life.chain.items() if step <= name.step}, (
                 "a checkpoint of another history"
             )
-        standing, _ = in_lineage([Offer(0, label) for label, _, _ in world.snapshots], world.starts)
+        standing, _ = in_lineage(
+            [Candidate(0, label) for label, _, _ in world.snapshots], world.starts
+        )
         for label, chain, _ in world.snapshots:
-            if Offer(0, label) in standing and label.origin < origin:
+            if Candidate(0, label) in standing and label.origin < origin:
                 assert chain == {step: by for step, by in began.items() if step <= label.step}, (
                     "a snapshot of another history"
                 )
 
 
-OFFERS = st.lists(
+CANDIDATES = st.lists(
     st.builds(
-        offer,
+        candidate,
         rank=st.integers(0, 5),
         step=st.integers(0, 3),
         digest=st.sampled_from("ab"),
@@ -256,20 +264,20 @@ OFFERS = st.lists(
 )
 
 
-@given(OFFERS, st.randoms())
+@given(CANDIDATES, st.randoms())
 def test_any_history_elects_a_state_that_nothing_newer_or_equal_contradicts(
-    offers: list[Offer], order: object
+    candidates: list[Candidate], order: object
 ) -> None:
-    elected = elect(offers, SUBMISSION)
-    shuffled = list(offers)
+    elected = elect(candidates, SUBMISSION)
+    shuffled = list(candidates)
     order.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert elect(shuffled, SUBMISSION).offer == elected.offer  # ranks may hear in any order
+    assert elect(shuffled, SUBMISSION).candidate == elected.candidate  # ranks may hear in any order
     usable = [
         found.label
-        for found in offers
+        for found in candidates
         if found.label.submission <= SUBMISSION and not found.label.problem
     ]
-    if elected.offer is None:
+    if elected.candidate is None:
         for label in usable:
             assert any(
                 other.digest != label.digest
@@ -277,7 +285,7 @@ def test_any_history_elects_a_state_that_nothing_newer_or_equal_contradicts(
                 for other in usable
             )
         return
-    chosen = elected.offer.label
+    chosen = elected.candidate.label
     assert chosen in usable
     for label in usable:
         if (label.step, label.origin) == (chosen.step, chosen.origin):

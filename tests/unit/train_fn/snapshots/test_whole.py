@@ -31,7 +31,7 @@ from train_fn.context import WorkerContext
 from train_fn.snapshots import forgotten
 from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots import whole as whole_module
-from train_fn.snapshots.election import Offer, elect
+from train_fn.snapshots.election import Candidate, elect
 from train_fn.snapshots.keeper import Restored
 from train_fn.snapshots.leaving import OVERHEAD_BYTES, leave_snapshot, publish_snapshot
 from train_fn.snapshots.store import SnapshotStore, snapshot_store
@@ -308,8 +308,8 @@ def test_a_state_that_was_published_is_not_left_a_second_time(
     assert steps(ctx) == [2]
     advance(state, 3)
     assert "does not fit" in str(leave_snapshot(ctx, copy_to_cpu(state.state_dict())))
-    elected = elect([Offer(0, label) for label in snapshot_store(ctx).labels()], 1)
-    assert elected.offer is not None and elected.offer.label.step == 2
+    elected = elect([Candidate(0, label) for label in snapshot_store(ctx).labels()], 1)
+    assert elected.candidate is not None and elected.candidate.label.step == 2
     assert len(elected.rejected) == 1
 
 
@@ -342,8 +342,8 @@ def test_killed_at_any_moment_of_a_publication_leaves_the_last_whole_one_to_be_e
         store = SnapshotStore(said.with_suffix(""), 1)
         for label in store.labels():
             assert digest(store.read(label)) == label.digest, said.name
-        offer = elect([Offer(0, label) for label in store.labels()], 1).offer
-        elected = offer.label.step if offer else 0
+        candidate = elect([Candidate(0, label) for label in store.labels()], 1).candidate
+        elected = candidate.label.step if candidate else 0
         assert elected in (claimed, claimed + 1), (said.name, claimed, elected)
         restored.add((claimed, elected))
         store.remove_after(elected)  # the next attempt clears what was never finished
@@ -364,9 +364,11 @@ def test_killed_in_the_middle_of_writing_a_state(wreckage: Path) -> None:
             int(place.name.partition("-")[0])
         ]
         store = SnapshotStore(place, 1)
-        offer = elect([Offer(0, label) for label in store.labels()], 1).offer
-        assert offer is not None and offer.label.step == 2
-        assert torch.equal(store.read(offer.label)["model"]["weight"], torch.full((64, 64), 2.0))
+        candidate = elect([Candidate(0, label) for label in store.labels()], 1).candidate
+        assert candidate is not None and candidate.label.step == 2
+        assert torch.equal(
+            store.read(candidate.label)["model"]["weight"], torch.full((64, 64), 2.0)
+        )
 
 
 def test_a_run_of_the_same_id_in_another_directory_meets_no_foreign_snapshot(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_fn.snapshots.election import Offer, elect
+from train_fn.snapshots.election import Candidate, elect
 from train_fn.snapshots.store import Label
 from train_fn.state.pieces import (
     Move,
@@ -244,8 +244,8 @@ def history(seed: int, mutation: str = "") -> int:
         nodes = nodes + [f"n{number}"] * rng.randint(0 if len(set(nodes)) > 1 else 1, 2)
         pieces.setdefault(f"n{number}", set())
         labels = [(at, each) for at, node in enumerate(nodes) for each in pieces[node]]
-        elected = elect([Offer(at, each) for at, each in labels], 1)
-        found = elected.offer.label.step if elected.offer is not None else 0
+        elected = elect([Candidate(at, each) for at, each in labels], 1)
+        found = elected.candidate.label.step if elected.candidate is not None else 0
         if found < reported or done - found > 1:
             raise Lost(f"{seed}: {found} of {done} steps, {reported} reported")
         again, step = again + done - found, found

@@ -31,7 +31,7 @@ ones are made as after a failure."""
 
 
 @dataclass(frozen=True)
-class _Recruit:
+class _Newcomer:
     actor: Any
     bundle: Bundle
     place: Any
@@ -50,8 +50,8 @@ class _Recruit:
             end_stopped([(place.node_id, place.pid)])
 
 
-class Recruits:
-    """The recruits for the group that follows the present one.
+class Newcomers:
+    """The newcomers to the group that follows the present one.
 
     Args:
         engine: what the ranks train.
@@ -71,7 +71,7 @@ class Recruits:
         """When the first were called, in monotonic seconds; None if they were not."""
         self._called_for = 0
         """The size of the group for which they were called."""
-        self._coming: list[_Recruit] = []
+        self._coming: list[_Newcomer] = []
         self._has_failed = False
         """Whether one could not get ready."""
 
@@ -133,7 +133,7 @@ class Recruits:
         )
         job, checks = self._engine.job, self._engine.settings.preflight
         self._coming += [
-            _Recruit(
+            _Newcomer(
                 *(actor, bundle, actor.get_metadata.remote()),
                 actor.get_ready.remote(launch, job, checks_node=checks),
             )
