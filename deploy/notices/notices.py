@@ -6,7 +6,7 @@
 Run it beside a node, as the same user (README.md has a unit of systemd). It asks the cloud's
 metadata service every two seconds, and calls `everstep drain --this-node` with the time that is
 left. Ranks then save, leave, and go on elsewhere. SIGTERM drains the node, too: a machine that
-shuts down stops its services first. Needs Python 3.10 and the standard library.
+shuts down stops its services first. Needs Python 3.11 and the standard library.
 
 Sources of the forms: AWS, "Spot Instance interruption notices" and "EC2 instance rebalance
 recommendations"; Google, "Handle preemption" and "Get live migration notices"; Azure, "Scheduled
@@ -26,7 +26,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 METADATA = "http://169.254.169.254"
@@ -71,8 +71,8 @@ def ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
 
 def left_until(when: datetime) -> float:
     """Return the seconds until then; one if that is over."""
-    when = when if when.tzinfo else when.replace(tzinfo=timezone.utc)
-    return max(1.0, (when - datetime.now(timezone.utc)).total_seconds())
+    when = when if when.tzinfo else when.replace(tzinfo=UTC)
+    return max(1.0, (when - datetime.now(UTC)).total_seconds())
 
 
 def of_aws(base: str) -> Notice | None:
