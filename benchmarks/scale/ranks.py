@@ -35,7 +35,7 @@ from train_fn.recovery.links import nodes_to_exclude
 from train_fn.recovery.outcome import failure_of
 from train_fn.recovery.sizing import NodeView, choose_nodes
 from train_fn.recovery.verdict import judge
-from train_fn.snapshots.election import Offer, elect
+from train_fn.snapshots.election import Candidate, elect
 from train_fn.snapshots.store import Label
 from train_fn.step.timing import WINDOW_STEPS, StragglerWatch
 
@@ -95,8 +95,8 @@ def reports(num_ranks: int) -> tuple[RankReport, ...]:
     )
 
 
-def offers(num_ranks: int, *, torn: bool) -> list[Offer]:
-    """Return what ranks offer: the two states of their node, as each of its ranks sees them.
+def candidates(num_ranks: int, *, torn: bool) -> list[Candidate]:
+    """Return what ranks candidate: the two states of their node, as each of its ranks sees them.
 
     Args:
         torn: whether the newest state of one node differs, so that an older one is elected.
@@ -106,7 +106,7 @@ def offers(num_ranks: int, *, torn: bool) -> list[Offer]:
         first = rank - rank % PER_NODE
         for step in (6, 7):
             digest = "other" if torn and first == 0 and step == 7 else f"{step}"
-            found.append(Offer(rank, Label(1, 1, step, first, digest, None)))
+            found.append(Candidate(rank, Label(1, 1, step, first, digest, None)))
     return found
 
 
@@ -138,8 +138,8 @@ def beside_ranks(num_ranks: int) -> Row:
     ]
     held = {view.node_id: PER_NODE for view in views[:-1]}
     whole, torn, unreached = (
-        offers(num_ranks, torn=False),
-        offers(num_ranks, torn=True),
+        candidates(num_ranks, torn=False),
+        candidates(num_ranks, torn=True),
         apart(num_ranks),
     )
     stacks = dict.fromkeys(range(num_ranks), 'File "/x/torch/distributed/c10d.py", line 1, in f\n')
