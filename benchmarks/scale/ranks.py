@@ -96,7 +96,7 @@ def reports(num_ranks: int) -> tuple[RankReport, ...]:
 
 
 def candidates(num_ranks: int, *, torn: bool) -> list[Candidate]:
-    """Return what ranks candidate: the two states of their node, as each of its ranks sees them.
+    """Return what ranks offer: the two states of their node, as each of its ranks sees them.
 
     Args:
         torn: whether the newest state of one node differs, so that an older one is elected.
