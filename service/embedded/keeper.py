@@ -18,7 +18,6 @@ import select
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +27,10 @@ from typing import Final, TypeVar
 
 from service.cluster.cluster_view import ClusterNote, NodeNote, read_note, write_note
 from service.embedded import cluster
-from service.embedded.precedence import SUBMISSION_S, Precedence
 from service.embedded.processes import (
     end_members,
     end_node,
+    give_way,
     kill_all,
     lives,
     reap_children,
@@ -59,7 +58,6 @@ class Keeper:
     def __init__(self, note_path: Path, note: ClusterNote, return_s: float = 0.0) -> None:
         self._note_path = note_path
         self._note = note
-        self._precedence = Precedence(note.temp_dir)
         self._at_once = max(1, note.num_nodes)
         """How many nodes are started side by side."""
         self._was_late = False
@@ -67,13 +65,11 @@ class Keeper:
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
         self._refill = False
-        self._makes_way = False
         self._returns = NodeReturns(return_s)
 
     def install_signals(self) -> None:
-        """Let SIGTERM and SIGINT end the cluster, SIGUSR1 replace each dead node, and SIGUSR2 let
-        the control processes run for a submission."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        """Let SIGTERM and SIGINT end the cluster, and SIGUSR1 replace each dead node."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def start(self) -> None:
@@ -90,7 +86,7 @@ class Keeper:
         self._fill_first()
         # Not before: nodes that start would keep the head, which they wait for, from its turn.
         if self._note.head is not None:
-            self._precedence.give_way(self._note.head.pids)
+            give_way(self._note.head.pids)
         self._note = replace(self._note, state="ready")
         self._publish()
         log.info("cluster is ready after %.1f s", time.monotonic() - began)
@@ -105,7 +101,6 @@ class Keeper:
 
     def watch(self) -> bool:
         """Watch the cluster until a stop. Return False once the head is lost."""
-        threading.Thread(target=self._precedence.keep, name="precedence", daemon=True).start()
         while not self._stopping:
             self._wait()
             if not self.tick():
@@ -123,9 +118,6 @@ class Keeper:
     def tick(self) -> bool:
         """Check every node once. Return False if the head is lost, and so the cluster."""
         reap_children()
-        if self._makes_way:
-            self._makes_way = False
-            self._precedence.let_run(SUBMISSION_S)
         note = self._note
         heads = (note.gcs_pid, note.dashboard_pid, note.head.raylet_pid if note.head else None)
         if lost := [pid for pid in heads if not lives(pid, note.temp_dir)]:
@@ -133,7 +125,6 @@ class Keeper:
             return False
         dead = [node for node in note.nodes if not lives(node.raylet_pid, note.temp_dir)]
         if dead:
-            self._precedence.let_run()
             for node in dead:
                 wait_s = self._returns.died(node.slot)
                 then = "stays so" if wait_s is None else f"is started again in {wait_s:.0f} s"
@@ -161,8 +152,6 @@ class Keeper:
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGUSR1:
             self._refill = True
-        elif number == signal.SIGUSR2:
-            self._makes_way = True
         else:
             self._stopping = True
         with contextlib.suppress(BlockingIOError):  # The pipe is full, so a wake-up is pending.
@@ -265,7 +254,7 @@ class Keeper:
     def _start_node(self, slot: int) -> NodeNote:
         node = cluster.start_node(self._note, slot, names_ports=self._was_late)
         # Ranks inherit their priority from the raylet, so it keeps its own.
-        self._precedence.give_way([pid for pid in node.pids if pid != node.raylet_pid])
+        give_way([pid for pid in node.pids if pid != node.raylet_pid])
         return node
 
 
@@ -281,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pid = os.getpid()
     note = read_note(note_path) if args.adopt else None
     note = note or ClusterNote("starting", pid, 0.0, args.temp_dir, args.nodes, args.cpus_per_node)
-    note = replace(note, keeper_pid=pid, keeper_started_at=started_at(pid), makes_way=True)
+    note = replace(note, keeper_pid=pid, keeper_started_at=started_at(pid))
     keeper = Keeper(note_path, note, args.node_return_s)
     keeper.install_signals()
     ok = False

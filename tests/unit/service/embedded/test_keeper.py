@@ -4,6 +4,7 @@ place is tried again."""
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import socket
 import subprocess
@@ -95,6 +96,14 @@ def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(
     assert slow.tick()
     assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
     assert slow._note.coming_back == () and slow._returns.next_in_s() == float("inf")
+
+
+def test_the_note_of_a_newer_or_older_keeper_is_read(slow: Slow) -> None:
+    slow._publish()
+    kept = json.loads(slow._note_path.read_text())
+    del kept["waiting_for"]
+    slow._note_path.write_text(json.dumps(kept | {"makes_way": True}))
+    assert read_note(slow._note_path) == slow._note, "else a service ends the cluster that runs"
 
 
 def test_a_keeper_that_takes_over_brings_back_what_was_dead_before_it(slow: Slow) -> None:
