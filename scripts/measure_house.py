@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 422
 MAX_LINES = {
-    "everstep": 15_527,
+    "everstep": 15_509,
     "storage": 5_760,
-    "service": 27_167,
+    "service": 27_049,
     "train_fn": 49_048,
-    "tests": 91_571,
+    "tests": 91_208,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
