@@ -21,9 +21,9 @@ MAX_FILES = 422
 MAX_LINES = {
     "everstep": 15_509,
     "storage": 5_760,
-    "service": 27_049,
+    "service": 27_014,
     "train_fn": 49_048,
-    "tests": 91_208,
+    "tests": 91_163,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from service.cluster.cluster_view import ClusterNote, NodeNote, read_note, write_note
 from service.embedded import cluster
@@ -39,6 +39,19 @@ from service.embedded.processes import (
 )
 from service.embedded.supervisor import NodeReturns
 
+GIVE_UP_S: Final = 150.0
+"""Shortest time for tries to start a part of the cluster, however often it fails."""
+RETRY_S: Final = 3.0
+_LASTING: Final = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ImportError,
+    AttributeError,
+    FileNotFoundError,
+    PermissionError,
+)
+"""Errors of a wrong setting or installation, which every try would raise."""
 LOOK_INTERVAL_S = 10.0
 """Seconds between two checks of all processes, for ends that raise no event."""
 STOP_GRACE_S = 1.0
@@ -185,18 +198,40 @@ class Keeper:
         self._patiently("the first node", fill, lambda: None)
 
     def _patiently(self, what: str, start: Callable[[], None], clear: Callable[[], None]) -> None:
-        """Start something, retry if it fails, and say in cluster.json what is waited for."""
+        """Call ``start`` until it succeeds, for at least GIVE_UP_S: a busy machine may need several
+        tries. Say in cluster.json what is waited for.
 
-        def say(waiting_for: str | None) -> None:
-            self._note = replace(self._note, waiting_for=waiting_for)
+        Raises the last error, and at once one that a wrong setting causes.
+
+        Args:
+            what: Name in messages, for example "the head".
+            start: May raise anything.
+            clear: Removes what a failed start left.
+        """
+        began, num_failed, so_far = time.monotonic(), 0, ""
+        while True:
+            self._note = replace(self._note, waiting_for=f"{what} to start{so_far}")
             self._publish()
-
-        def pause(seconds: float) -> None:
-            select.select([self._woken], [], [], seconds)
-
-        start_patiently(
-            what, start, clear=clear, say=say, pause=pause, is_stopping=lambda: self._stopping
-        )
+            try:
+                start()
+                break
+            except Exception as exc:
+                num_failed += 1
+                waited_s = time.monotonic() - began
+                if self._stopping or isinstance(exc, _LASTING) or waited_s >= GIVE_UP_S:
+                    raise
+                problem = f"{type(exc).__name__}: {exc}"[:300]
+                so_far = f": {num_failed} tries failed so far, the last one with {problem}"
+                load = os.getloadavg()[0] / (os.cpu_count() or 1)
+                log.warning(
+                    "%s did not start (try %d, %.0f s so far, load of %.1f a core); trying again: "
+                    "%s",
+                    *(what, num_failed, waited_s, load, problem),
+                )
+            clear()
+            select.select([self._woken], [], [], RETRY_S)
+        self._note = replace(self._note, waiting_for=None)
+        self._publish()
 
     def _clear_head(self) -> None:
         """End the processes of a head that did not start, and remove its directory.
@@ -282,76 +317,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         keeper.end()
     return 0 if ok else 1
-
-
-# ---------------------------------------------------------------- patience
-
-# Retry the start of a part of the cluster: a busy machine may need several tries.
-
-T = TypeVar("T")
-
-GIVE_UP_S: Final = 150.0
-"""Shortest time for retries, however often the start fails."""
-
-RETRY_S: Final = 3.0
-
-_LASTING: Final = (
-    ValueError,
-    TypeError,
-    LookupError,
-    ImportError,
-    AttributeError,
-    FileNotFoundError,
-    PermissionError,
-)
-"""Errors of a wrong setting or installation, which every try would raise."""
-
-
-def start_patiently(
-    what: str,
-    start: Callable[[], T],
-    *,
-    clear: Callable[[], None],
-    say: Callable[[str | None], None],
-    pause: Callable[[float], None],
-    is_stopping: Callable[[], bool],
-    clock: Callable[[], float] = time.monotonic,
-) -> T:
-    """Call ``start`` until it succeeds, for at least GIVE_UP_S, and return its result.
-
-    Raises the last error, and at once one that a wrong setting causes.
-
-    Args:
-        what: Name in messages, for example "the head".
-        start: May raise anything.
-        clear: Removes what a failed start left.
-        say: Receives what is waited for, and None after the start.
-        pause: Waits for some seconds, or until a signal.
-        is_stopping: Whether the cluster is ending, so that retries end too.
-        clock: Seconds.
-    """
-    began, num_failed = clock(), 0
-    say(f"{what} to start")
-    while True:
-        try:
-            found = start()
-        except Exception as exc:
-            num_failed += 1
-            waited_s = clock() - began
-            if is_stopping() or isinstance(exc, _LASTING) or waited_s >= GIVE_UP_S:
-                raise
-            problem = f"{type(exc).__name__}: {exc}"[:300]
-            load = os.getloadavg()[0] / (os.cpu_count() or 1)
-            log.warning(
-                "%s did not start (try %d, %.0f s so far, load of %.1f a core); trying again: %s",
-                *(what, num_failed, waited_s, load, problem),
-            )
-            say(f"{what} to start: {num_failed} tries failed so far, the last one with {problem}")
-            clear()
-            pause(RETRY_S)
-        else:
-            say(None)
-            return found
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
