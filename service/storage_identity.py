@@ -21,7 +21,6 @@ from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from storage.cluster import (
-    REMEDY,
     Known,
     Owner,
     check_identity,
@@ -46,8 +45,6 @@ from storage.run_dir import RunDir
 
 KEPT_S: Final = 5.0
 """How long an answer of ``problem`` is kept."""
-_RUNS_LOOKED_FOR: Final = 50
-"""Of a deployment from before storages had ids, so many runs' directories are looked for."""
 
 log = structlog.get_logger(__name__)
 
@@ -165,14 +162,7 @@ class StorageGate:
         return known_of(run, storage_id)
 
     def _first_use(self) -> KnownStorage:
-        """The database knows no storage: it is new, or from before storages had ids."""
-        runs = self._records.submitted_runs(_RUNS_LOOKED_FOR)
-        if runs and not any(self._storage.files.list(f"runs/{run_id}") for run_id in runs):
-            raise StorageMismatch(
-                f"the database knows {len(runs)} run{'s' * (len(runs) > 1)} ({runs[0]} for one), "
-                f"and storage {self._storage.uri} "
-                f"holds the directory of none. {REMEDY}"
-            )
+        """The database is new: it knows no storage."""
         if read_identity_file(self._storage) is None:
             return self._records.claim(new_identity())
         known = self._records.get()  # a replica may have been first

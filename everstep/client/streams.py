@@ -145,8 +145,8 @@ class Follower(Generic[Item]):
                     f"GET {response.request.url}: the response is not an event stream; check for "
                     "a proxy in between"
                 )
-            for message in parse_sse(response.iter_bytes()):
-                item = self._new(self._parsed(message.data))
+            for data in messages_of(response.iter_bytes()):
+                item = self._new(self._parsed(data))
                 if item is not None:
                     yield item
 
@@ -193,39 +193,21 @@ class Follower(Generic[Item]):
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
-@dataclass(frozen=True)
-class Message:
-    """One server-sent event."""
-
-    id: str | None
-    """The last ``id:`` of the stream so far."""
-    event: str
-    data: str
-
-
-def parse_sse(chunks: Iterable[bytes]) -> Iterator[Message]:
-    """Yield the messages of a stream, whatever its chunk boundaries. An incomplete last message is
-    dropped, as the standard requires.
+def messages_of(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield the data of each message of a stream, whatever its chunk boundaries. An incomplete last
+    message is dropped, as the standard requires.
 
     Works on bytes: splitting decoded text would also split at U+2028 and the like, which JSON may
     contain.
     """
-    last_id: str | None = None
-    event, data = "", list[str]()
+    data = list[str]()
     for line in _lines(chunks):
-        if not line:
-            if data:
-                yield Message(last_id, event or "message", "\n".join(data))
-            event, data = "", []
-            continue
         field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
         if field == "data":
-            data.append(value)
-        elif field == "event":
-            event = value
-        elif field == "id" and "\0" not in value:
-            last_id = value
+            data.append(value.removeprefix(" "))
+        elif not line and data:
+            yield "\n".join(data)
+            data = []
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.wire.base import Answer, Open, Time
-from everstep.wire.events import NODE_UNFIT, LogLine
+from everstep.wire.events import LogLine
 
 # ---------------------------------------------------------------- failure
 
@@ -168,19 +168,10 @@ class Failure(Answer):
 
     @property
     def kind(self) -> ErrorKind | None:
-        """Return the kind of the first failing rank's error; None if it raised none.
-
-        Older drivers did not write it. For them, the text identifies the two kinds that say more
-        about a node than the verdict does.
-        """
-        if "kind" in self.evidence:
-            known = self.evidence["kind"] in set(ErrorKind)
-            return ErrorKind(self.evidence["kind"]) if known else None
-        if self.verdict is Verdict.OUT_OF_MEMORY and "CUDA" in (self.exception or ""):
-            return ErrorKind.DEVICE_MEMORY
-        if (self.exception or "").startswith(NODE_UNFIT):
-            return ErrorKind.NODE
-        return None
+        """Return the kind of the first failing rank's error; None if it raised none, or one that
+        only a newer driver knows."""
+        kind = self.evidence.get("kind")
+        return ErrorKind(kind) if kind in set(ErrorKind) else None
 
 
 # ---------------------------------------------------------------- replays

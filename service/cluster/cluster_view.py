@@ -159,9 +159,6 @@ class ClusterNote:
     """When dead nodes are started again, in unix seconds, soonest first."""
     waiting_for: str | None = None
     """The part of the start that takes long, for log lines."""
-    makes_way: bool = False
-    """Whether SIGUSR2 asks the keeper to let the control processes run beside the ranks for a
-    while. The keeper of an older version would end."""
 
     @property
     def head(self) -> NodeNote | None:
@@ -193,5 +190,9 @@ def write_note(path: Path, note: ClusterNote) -> None:
 
 
 def _from_json(raw: Mapping[str, Any]) -> ClusterNote:
-    nodes = tuple(NodeNote(**{**node, "pids": tuple(node["pids"])}) for node in raw["nodes"])
-    return ClusterNote(**{**raw, "nodes": nodes, "coming_back": tuple(raw.get("coming_back", ()))})
+    """Return the note in this JSON. Fields of another version's keeper are ignored."""
+    known = {name: raw[name] for name in ClusterNote.__dataclass_fields__ if name in raw}
+    known["nodes"] = tuple(
+        NodeNote(**{**node, "pids": tuple(node["pids"])}) for node in raw["nodes"]
+    )
+    return ClusterNote(**{**known, "coming_back": tuple(raw.get("coming_back", ()))})

@@ -103,16 +103,11 @@ class RayClient:
 
 
 class RayJobs(RayClient):
-    """The Jobs API and the state API. ``before_submit`` is called before each submission."""
+    """The Jobs API and the state API."""
 
-    def __init__(
-        self,
-        endpoint: Callable[[], RayEndpoint | None],
-        before_submit: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, endpoint: Callable[[], RayEndpoint | None]) -> None:
         timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         super().__init__(endpoint, httpx.AsyncClient(timeout=timeout, trust_env=False))
-        self._before_submit = before_submit
         # A thousand runs may start at once, and the client's pool walks all waiting requests
         # whenever one begins or ends.
         self._submits = asyncio.Semaphore(MOST_SUBMITS)
@@ -141,8 +136,6 @@ class RayJobs(RayClient):
             "entrypoint": entrypoint,
             "metadata": dict(metadata),
         }
-        if self._before_submit is not None:
-            self._before_submit()
         async with self._submits:
             response = await self._send(
                 "POST", "/api/jobs/", json=body, read_timeout_s=SUBMIT_TIMEOUT_S

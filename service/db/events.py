@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import structlog
 from sqlalchemy import (
-    CTE,
     ColumnElement,
     Connection,
     LargeBinary,
-    ScalarSelect,
     Select,
     Text,
     asc,
     cast,
     desc,
     func,
-    literal,
     or_,
     select,
-    union,
 )
 
 from everstep.wire import Failure, RunStatus
@@ -376,9 +371,7 @@ class SeriesStore(Store):
                 found = downsample(
                     _rows(
                         connection,
-                        _outstanding(
-                            self._database.is_sqlite, run_id, name, found[0][0], last[0], most
-                        ),
+                        _outstanding(run_id, name, found[0][0], last[0], most),
                     ),
                     most,
                 )
@@ -395,74 +388,28 @@ def _rows(connection: Connection, query: Select[Any]) -> list[Point]:
     return [(step, at, value) for step, at, value in connection.execute(query)]
 
 
-def _outstanding(
-    sqlite: bool, run_id: str, name: str, first: int, last: int, most: int
-) -> Select[Any]:
+def _outstanding(run_id: str, name: str, first: int, last: int, most: int) -> Select[Any]:
     """Return the query for candidate points by step: both ends of the series, and of each part its
     largest value, its smallest, and one that is not finite."""
     width = -(-(last - first + 1) // max(1, (most - 2) // 2))
-    parts = select(literal(first).label("low")).cte("parts", recursive=True)
-    parts = parts.union_all(select(parts.c.low + width).where(parts.c.low + width <= last))
-    inside = (
-        (metrics.c.run_id == run_id)
-        & (metrics.c.name == name)
-        & (metrics.c.step >= parts.c.low)
-        & (metrics.c.step < parts.c.low + width)
+    mine, value = (metrics.c.run_id == run_id, metrics.c.name == name), metrics.c.value
+    part = (metrics.c.step - first) // width
+    parts = (
+        select(part.label("part"), func.min(value).label("least"), func.max(value).label("most"))
+        .where(*mine)
+        .group_by("part")
+        .subquery()
     )
-    # One pass finds the smallest value, or one that was not finite, which sorts first. Only in that
-    # case search again for the smallest.
-    lowest = select(parts.c.low, _first_step(sqlite, parts, inside, least=True).label("step")).cte(
-        "lowest"
+    picked = (
+        select(func.min(metrics.c.step))
+        .join(parts, part == parts.c.part)
+        .where(*mine, or_(value.in_((parts.c.least, parts.c.most)), value.is_(None)))
+        .group_by(parts.c.part, value)
     )
-    gaps = (
-        select(lowest.c.low)
-        .join(
-            metrics,
-            (metrics.c.run_id == run_id)
-            & (metrics.c.name == name)
-            & (metrics.c.step == lowest.c.step),
-        )
-        .where(metrics.c.value.is_(None))
-    )
-    finite = inside & metrics.c.value.is_not(None)
-    picked = union(
-        select(literal(first).label("step")),
-        select(literal(last)),
-        select(lowest.c.step),
-        select(_first_step(sqlite, parts, inside, least=False)).select_from(parts),
-        select(_first_step(sqlite, parts, finite, least=True))
-        .select_from(parts)
-        .where(parts.c.low.in_(gaps)),
-    ).subquery("picked")
     return (
-        _series(run_id, name).join(picked, picked.c.step == metrics.c.step).order_by(metrics.c.step)
-    )
-
-
-def _first_step(
-    sqlite: bool, parts: CTE, inside: ColumnElement[bool], *, least: bool
-) -> ScalarSelect[Any]:
-    """Return the step of a part's smallest value, where one that is not finite sorts first, or of
-    its largest, where it sorts last."""
-    if sqlite:
-        # With min() and max() SQLite returns the other columns of the same row: twice as fast as a
-        # sort.
-        value = func.coalesce(metrics.c.value, literal(-math.inf))
-        row = (
-            select(metrics.c.step, (func.min(value) if least else func.max(value)).label("value"))
-            .where(inside)
-            .correlate(parts)
-            .subquery()
-        )
-        return select(row.c.step).where(row.c.value.is_not(None)).scalar_subquery()
-    order = metrics.c.value.asc().nulls_first() if least else metrics.c.value.desc().nulls_last()
-    return (
-        select(metrics.c.step)
-        .where(inside)
-        .order_by(order)
-        .limit(1)
-        .correlate(parts)
-        .scalar_subquery()
+        _series(run_id, name)
+        .where(or_(metrics.c.step.in_((first, last)), metrics.c.step.in_(picked)))
+        .order_by(metrics.c.step)
     )
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, func, select, update
 
 from service.db.audit import note_target
 from service.db.engine import Store, insert_missing, replace_row
-from service.db.tables import IS_LIVE, node_marks, runs, storage_identity
+from service.db.tables import node_marks, runs, storage_identity
 from service.model.rows import NodeMarkRow
 from storage.cluster import MarkedNode, Owner
 
@@ -113,18 +113,6 @@ class StorageRecords(Store):
             }
             replace_row(connection, storage_identity, row)
         return owner
-
-    def submitted_runs(self, limit: int) -> list[str]:
-        """Return ids of runs that have a directory in the storage: live ones first, then the
-        newest."""
-        query = (
-            select(runs.c.id)
-            .where(runs.c.submission > 0)
-            .order_by(IS_LIVE.desc(), runs.c.created_at.desc())
-            .limit(limit)
-        )
-        with self._database.read() as connection:
-            return list(connection.execute(query).scalars())
 
     def run_ids(self) -> set[str]:
         """Return the id of every run."""

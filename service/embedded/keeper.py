@@ -18,20 +18,19 @@ import select
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from service.cluster.cluster_view import ClusterNote, NodeNote, read_note, write_note
 from service.embedded import cluster
-from service.embedded.precedence import SUBMISSION_S, Precedence
 from service.embedded.processes import (
     end_members,
     end_node,
+    give_way,
     kill_all,
     lives,
     reap_children,
@@ -40,6 +39,19 @@ from service.embedded.processes import (
 )
 from service.embedded.supervisor import NodeReturns
 
+GIVE_UP_S: Final = 150.0
+"""Shortest time for tries to start a part of the cluster, however often it fails."""
+RETRY_S: Final = 3.0
+_LASTING: Final = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ImportError,
+    AttributeError,
+    FileNotFoundError,
+    PermissionError,
+)
+"""Errors of a wrong setting or installation, which every try would raise."""
 LOOK_INTERVAL_S = 10.0
 """Seconds between two checks of all processes, for ends that raise no event."""
 STOP_GRACE_S = 1.0
@@ -59,7 +71,6 @@ class Keeper:
     def __init__(self, note_path: Path, note: ClusterNote, return_s: float = 0.0) -> None:
         self._note_path = note_path
         self._note = note
-        self._precedence = Precedence(note.temp_dir)
         self._at_once = max(1, note.num_nodes)
         """How many nodes are started side by side."""
         self._was_late = False
@@ -67,13 +78,11 @@ class Keeper:
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
         self._refill = False
-        self._makes_way = False
         self._returns = NodeReturns(return_s)
 
     def install_signals(self) -> None:
-        """Let SIGTERM and SIGINT end the cluster, SIGUSR1 replace each dead node, and SIGUSR2 let
-        the control processes run for a submission."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        """Let SIGTERM and SIGINT end the cluster, and SIGUSR1 replace each dead node."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def start(self) -> None:
@@ -90,7 +99,7 @@ class Keeper:
         self._fill_first()
         # Not before: nodes that start would keep the head, which they wait for, from its turn.
         if self._note.head is not None:
-            self._precedence.give_way(self._note.head.pids)
+            give_way(self._note.head.pids)
         self._note = replace(self._note, state="ready")
         self._publish()
         log.info("cluster is ready after %.1f s", time.monotonic() - began)
@@ -105,7 +114,6 @@ class Keeper:
 
     def watch(self) -> bool:
         """Watch the cluster until a stop. Return False once the head is lost."""
-        threading.Thread(target=self._precedence.keep, name="precedence", daemon=True).start()
         while not self._stopping:
             self._wait()
             if not self.tick():
@@ -123,9 +131,6 @@ class Keeper:
     def tick(self) -> bool:
         """Check every node once. Return False if the head is lost, and so the cluster."""
         reap_children()
-        if self._makes_way:
-            self._makes_way = False
-            self._precedence.let_run(SUBMISSION_S)
         note = self._note
         heads = (note.gcs_pid, note.dashboard_pid, note.head.raylet_pid if note.head else None)
         if lost := [pid for pid in heads if not lives(pid, note.temp_dir)]:
@@ -133,7 +138,6 @@ class Keeper:
             return False
         dead = [node for node in note.nodes if not lives(node.raylet_pid, note.temp_dir)]
         if dead:
-            self._precedence.let_run()
             for node in dead:
                 wait_s = self._returns.died(node.slot)
                 then = "stays so" if wait_s is None else f"is started again in {wait_s:.0f} s"
@@ -161,8 +165,6 @@ class Keeper:
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGUSR1:
             self._refill = True
-        elif number == signal.SIGUSR2:
-            self._makes_way = True
         else:
             self._stopping = True
         with contextlib.suppress(BlockingIOError):  # The pipe is full, so a wake-up is pending.
@@ -196,18 +198,40 @@ class Keeper:
         self._patiently("the first node", fill, lambda: None)
 
     def _patiently(self, what: str, start: Callable[[], None], clear: Callable[[], None]) -> None:
-        """Start something, retry if it fails, and say in cluster.json what is waited for."""
+        """Call ``start`` until it succeeds, for at least GIVE_UP_S: a busy machine may need several
+        tries. Say in cluster.json what is waited for.
 
-        def say(waiting_for: str | None) -> None:
-            self._note = replace(self._note, waiting_for=waiting_for)
+        Raises the last error, and at once one that a wrong setting causes.
+
+        Args:
+            what: Name in messages, for example "the head".
+            start: May raise anything.
+            clear: Removes what a failed start left.
+        """
+        began, num_failed, so_far = time.monotonic(), 0, ""
+        while True:
+            self._note = replace(self._note, waiting_for=f"{what} to start{so_far}")
             self._publish()
-
-        def pause(seconds: float) -> None:
-            select.select([self._woken], [], [], seconds)
-
-        start_patiently(
-            what, start, clear=clear, say=say, pause=pause, is_stopping=lambda: self._stopping
-        )
+            try:
+                start()
+                break
+            except Exception as exc:
+                num_failed += 1
+                waited_s = time.monotonic() - began
+                if self._stopping or isinstance(exc, _LASTING) or waited_s >= GIVE_UP_S:
+                    raise
+                problem = f"{type(exc).__name__}: {exc}"[:300]
+                so_far = f": {num_failed} tries failed so far, the last one with {problem}"
+                load = os.getloadavg()[0] / (os.cpu_count() or 1)
+                log.warning(
+                    "%s did not start (try %d, %.0f s so far, load of %.1f a core); trying again: "
+                    "%s",
+                    *(what, num_failed, waited_s, load, problem),
+                )
+            clear()
+            select.select([self._woken], [], [], RETRY_S)
+        self._note = replace(self._note, waiting_for=None)
+        self._publish()
 
     def _clear_head(self) -> None:
         """End the processes of a head that did not start, and remove its directory.
@@ -265,7 +289,7 @@ class Keeper:
     def _start_node(self, slot: int) -> NodeNote:
         node = cluster.start_node(self._note, slot, names_ports=self._was_late)
         # Ranks inherit their priority from the raylet, so it keeps its own.
-        self._precedence.give_way([pid for pid in node.pids if pid != node.raylet_pid])
+        give_way([pid for pid in node.pids if pid != node.raylet_pid])
         return node
 
 
@@ -281,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pid = os.getpid()
     note = read_note(note_path) if args.adopt else None
     note = note or ClusterNote("starting", pid, 0.0, args.temp_dir, args.nodes, args.cpus_per_node)
-    note = replace(note, keeper_pid=pid, keeper_started_at=started_at(pid), makes_way=True)
+    note = replace(note, keeper_pid=pid, keeper_started_at=started_at(pid))
     keeper = Keeper(note_path, note, args.node_return_s)
     keeper.install_signals()
     ok = False
@@ -293,76 +317,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         keeper.end()
     return 0 if ok else 1
-
-
-# ---------------------------------------------------------------- patience
-
-# Retry the start of a part of the cluster: a busy machine may need several tries.
-
-T = TypeVar("T")
-
-GIVE_UP_S: Final = 150.0
-"""Shortest time for retries, however often the start fails."""
-
-RETRY_S: Final = 3.0
-
-_LASTING: Final = (
-    ValueError,
-    TypeError,
-    LookupError,
-    ImportError,
-    AttributeError,
-    FileNotFoundError,
-    PermissionError,
-)
-"""Errors of a wrong setting or installation, which every try would raise."""
-
-
-def start_patiently(
-    what: str,
-    start: Callable[[], T],
-    *,
-    clear: Callable[[], None],
-    say: Callable[[str | None], None],
-    pause: Callable[[float], None],
-    is_stopping: Callable[[], bool],
-    clock: Callable[[], float] = time.monotonic,
-) -> T:
-    """Call ``start`` until it succeeds, for at least GIVE_UP_S, and return its result.
-
-    Raises the last error, and at once one that a wrong setting causes.
-
-    Args:
-        what: Name in messages, for example "the head".
-        start: May raise anything.
-        clear: Removes what a failed start left.
-        say: Receives what is waited for, and None after the start.
-        pause: Waits for some seconds, or until a signal.
-        is_stopping: Whether the cluster is ending, so that retries end too.
-        clock: Seconds.
-    """
-    began, num_failed = clock(), 0
-    say(f"{what} to start")
-    while True:
-        try:
-            found = start()
-        except Exception as exc:
-            num_failed += 1
-            waited_s = clock() - began
-            if is_stopping() or isinstance(exc, _LASTING) or waited_s >= GIVE_UP_S:
-                raise
-            problem = f"{type(exc).__name__}: {exc}"[:300]
-            load = os.getloadavg()[0] / (os.cpu_count() or 1)
-            log.warning(
-                "%s did not start (try %d, %.0f s so far, load of %.1f a core); trying again: %s",
-                *(what, num_failed, waited_s, load, problem),
-            )
-            say(f"{what} to start: {num_failed} tries failed so far, the last one with {problem}")
-            clear()
-            pause(RETRY_S)
-        else:
-            say(None)
-            return found
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

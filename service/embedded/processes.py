@@ -14,11 +14,13 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import psutil
 
 CLUSTER_DIR_VARIABLE = "EVERSTEP_CLUSTER_DIR"
+CONTROL_NICENESS = 5
+"""Niceness of control processes. Ranks run at -10, or at 0 without the privilege for that."""
 _MOST_ROUNDS = 4
 """Rounds with only processes that were killed before; then they are given up."""
 _EXEC_S, _EXEC_POLL_S = 5.0, 0.01
@@ -154,6 +156,16 @@ def wait_for_end(pids: Sequence[int], woken: int, timeout_s: float) -> bool:
             poll.register(pidfd, select.POLLIN)
         poll.poll(1000 * timeout_s)
     return True
+
+
+def give_way(pids: Iterable[int]) -> None:
+    """Let ranks run before these control processes and all that they start later."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(pid)
+            for process in (parent, *parent.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    process.nice(max(CONTROL_NICENESS, process.nice()))
 
 
 def kill_all(pids: Sequence[int]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,7 +15,6 @@ import structlog
 from service.cluster.cluster_view import ClusterNote
 from service.cluster.ray_jobs import RayEndpoint
 from service.embedded.cluster import ClusterError, EmbeddedCluster
-from service.embedded.processes import lives
 
 WATCH_INTERVAL_S: Final = 1.0
 FIRST_RETRY_S: Final = 2.0
@@ -58,14 +55,6 @@ class ClusterSupervisor:
         if self._note is None or self._note.dashboard_url is None:
             return None
         return RayEndpoint(self._note.dashboard_url, self._token)
-
-    def make_way(self) -> None:
-        """Let the cluster's control processes run beside the ranks for a while, as a submission
-        needs them."""
-        note = self._note
-        if note is not None and note.makes_way and lives(note.keeper_pid, note.temp_dir):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(note.keeper_pid, signal.SIGUSR2)
 
     def _log_changes(self) -> None:
         """Log which nodes died or came back since the last call."""

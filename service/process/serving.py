@@ -77,8 +77,7 @@ async def serve(
         RayEndpoint(settings.ray_address, settings.ray_token) if settings.ray_address else None
     )
     endpoint = supervisor.endpoint if supervisor else lambda: existing
-    make_way = supervisor.make_way if supervisor else None
-    async with RayJobs(endpoint, make_way) as ray, contextlib.AsyncExitStack() as stack:
+    async with RayJobs(endpoint) as ray, contextlib.AsyncExitStack() as stack:
         if supervisor is None:
             await reach(ray, settings)
         figures = RunFigures()

@@ -58,22 +58,18 @@ class TimeLedger:
     furthest_step: int = 0
     """Most steps ever done; repeating them is rework."""
     trained: bool = False
-    marks_us: dict[str, int] | None = None
-    """When each part of the first start ended. None in a ledger of an older version."""
+    marks_us: dict[str, int] = field(default_factory=dict)
+    """When each part of the first start ended."""
     failed_attempt: int = 0
     """Newest attempt that failed. What it tells afterwards is no work."""
 
     @classmethod
     def begin(cls, created_at: float) -> TimeLedger:
-        return cls(created_us=to_us(created_at), at_us=to_us(created_at), marks_us={})
+        return cls(created_us=to_us(created_at), at_us=to_us(created_at))
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> TimeLedger:
-        marks = state.get("marks_us")
-        own = {
-            "spent_us": dict(state["spent_us"]),
-            "marks_us": None if marks is None else dict(marks),
-        }
+        own = {name: dict(state[name]) for name in ("spent_us", "marks_us")}
         return cls(**{**state, **own})
 
     def dump(self) -> dict[str, Any]:
@@ -150,15 +146,13 @@ class TimeLedger:
         if event.kind == EventKind.STATUS and event.data["to"] == RunStatus.STARTING:
             part = "queued_s"
         marks = self.marks_us
-        if part is None or marks is None or "step_s" in marks or part in marks:
+        if part is None or "step_s" in marks or part in marks:
             return
         points = event.data["points"] if event.kind == EventKind.METRICS else ()
         at_us = to_us(points[0]["at"] if points else event.at)
         marks[part] = min(at_us, limit_us)
 
-    def _first_start(self) -> FirstStart | None:
-        if self.marks_us is None:
-            return None
+    def _first_start(self) -> FirstStart:
         parts, before_us = {}, self.created_us
         for part in FirstStart.model_fields:
             if part in self.marks_us:

@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
-from service.annexes.nodes.care import DEFAULT_RULE, NodeCare
+from service.annexes.nodes.care import DEFAULT_RULE, INTERVAL_S, NodeCare
 from service.annexes.nodes.store import MarksFile, NodeMarkStore
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.events import EventStore
@@ -22,7 +22,7 @@ from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.reconciler import execute, ray_poller
-from service.reconciler.loop import Leadership, Reconciler
+from service.reconciler.loop import Background, Leadership, Reconciler
 from service.storage_identity import StorageGate
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent
@@ -72,6 +72,8 @@ class World:
         """Reconcile as a process that begins anew."""
         mine = self.database.guarded(self.leadership.check) if self.leadership else self.database
         runs, marks = RunStore(mine, self.clock), NodeMarkStore(mine, self.clock)
+        file = MarksFile(self.storage, marks, StorageGate(self.storage, runs.storage).require)
+        care = NodeCare(marks, file, self._ray, DEFAULT_RULE, self.clock)
         self.reconciler = Reconciler(
             runs,
             EventStore(mine, self.clock),
@@ -80,15 +82,7 @@ class World:
             self.storage,
             self._ray,
             leadership=self.leadership,
-            beside=[
-                NodeCare(
-                    marks,
-                    MarksFile(self.storage, marks, StorageGate(self.storage, runs.storage).require),
-                    self._ray,
-                    DEFAULT_RULE,
-                    self.clock,
-                ),
-            ],
+            beside=[Background(INTERVAL_S, care.check)],
             public_url="https://everstep.example",
             clock=self.clock,
         )

@@ -233,7 +233,6 @@ KNOWN_S: Final = 600.0
 after that."""
 FETCH_AGAIN_S: Final = 5.0
 """Shortest time between two looks for new keys, which any caller can provoke."""
-_MAX_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -373,7 +372,9 @@ class Provider:
         token = answer.get("access_token")
         if not isinstance(token, str):
             raise LogInRefused("the identity provider sent no access token")
-        status, found = await self._json("GET", endpoint, _Bearer(token))
+        status, found = await self._json(
+            "GET", endpoint, headers={"Authorization": f"Bearer {token}"}
+        )
         if status != 200:
             raise ProviderUnavailable(f"the identity provider's userinfo answered {status}")
         return found
@@ -411,42 +412,24 @@ class Provider:
         url: str,
         auth: httpx.Auth | None = None,
         form: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, Any]]:
         """Return status and JSON object of an answer; {} if it is none. Follows no redirect."""
         try:
-            async with (
-                httpx.AsyncClient(
-                    timeout=TIMEOUT_S, transport=self._transport, verify=self._authorities
-                ) as client,
-                client.stream(
-                    method, url, auth=auth, data=form, headers={"Accept": "application/json"}
-                ) as response,
-            ):
-                body = bytearray()
-                async for part in response.aiter_bytes():
-                    body += part
-                    if len(body) > _MAX_BYTES:
-                        raise ProviderUnavailable(f"{url} answered more than {_MAX_BYTES} bytes")
+            async with httpx.AsyncClient(
+                timeout=TIMEOUT_S, transport=self._transport, verify=self._authorities
+            ) as client:
+                accepted = {"Accept": "application/json", **(headers or {})}
+                response = await client.request(method, url, auth=auth, data=form, headers=accepted)
         except httpx.HTTPError as exc:
             raise ProviderUnavailable(
                 f"the identity provider does not answer at {url}: {exc or type(exc).__name__}"
             ) from exc
         try:
-            found = httpx.Response(200, content=bytes(body)).json()
+            found = response.json()
         except ValueError:
             found = {}
         return response.status_code, found if isinstance(found, dict) else {}
-
-
-class _Bearer(httpx.Auth):
-    """Sends an access token. As httpx's auth it does not follow a redirect to another host."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def auth_flow(self, request: httpx.Request) -> Any:
-        request.headers["Authorization"] = f"Bearer {self._token}"
-        yield request
 
 
 def _description(found: Mapping[str, Any], rule: ProviderRule) -> _Description:

@@ -7,9 +7,10 @@ from typing import Final
 
 from service.annex import Annex, Beside, ServiceParts
 from service.annexes.nodes import routes
-from service.annexes.nodes.care import CordonRule, NodeCare
+from service.annexes.nodes.care import INTERVAL_S, CordonRule, NodeCare
 from service.annexes.nodes.store import MarksFile, NodeMarkStore
 from service.db.node_marks import StorageRecords
+from service.reconciler.loop import Background
 from service.storage_identity import StorageGate
 
 
@@ -19,7 +20,8 @@ def beside(parts: ServiceParts) -> Sequence[Beside]:
     marks = NodeMarkStore(parts.database)
     gate = StorageGate(storage, StorageRecords(parts.database))
     rule = CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s)
-    return [NodeCare(marks, MarksFile(storage, marks, gate.require), parts.ray, rule)]
+    care = NodeCare(marks, MarksFile(storage, marks, gate.require), parts.ray, rule)
+    return [Background(INTERVAL_S, care.check)]
 
 
 NODES: Final = Annex(

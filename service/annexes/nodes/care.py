@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 class NodeCare:
-    """Works beside the reconciler's ticks, so that a hanging Ray or storage does not delay them.
+    """Looks after nodes, beside the reconciler's ticks.
 
     Args:
         marks: Marks of nodes.
@@ -54,28 +54,7 @@ class NodeCare:
         self._ray = ray
         self._rule = rule
         self._clock = clock
-        self._check: asyncio.Task[None] | None = None
-        self._checked_at = float("-inf")
         self._spared: frozenset[str] = frozenset()
-
-    def tick(self) -> None:
-        """Start a check if one is due. Raises the error of the previous one, such as
-        DatabaseError."""
-        if self._check is not None:
-            if not self._check.done():
-                return
-            check, self._check = self._check, None
-            check.result()
-        if time.monotonic() - self._checked_at >= INTERVAL_S:
-            self._checked_at = time.monotonic()
-            self._check = asyncio.create_task(self.check(), name="node-care")
-
-    async def close(self) -> None:
-        """Cancel a running check. Any part of it may be repeated."""
-        if self._check is not None:
-            self._check.cancel()
-            await asyncio.gather(self._check, return_exceptions=True)
-            self._check = None
 
     async def check(self) -> None:
         """Check all nodes once. Raises DatabaseError."""

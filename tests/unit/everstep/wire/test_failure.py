@@ -83,25 +83,9 @@ def test_an_unknown_verdict_is_told_as_unknown(verdict: str | None) -> None:
         ({"verdict": "worker_lost", "evidence": {"kind": "device"}}, ErrorKind.DEVICE),
         ({"verdict": "worker_lost", "evidence": {"kind": "of a newer driver"}}, None),
         ({"verdict": "worker_lost"}, None),
-        (
-            {"verdict": "out_of_memory", "exception": "OutOfMemoryError: CUDA out of memory"},
-            ErrorKind.DEVICE_MEMORY,
-        ),
-        ({"verdict": "out_of_memory", "exception": "MemoryError"}, None),
-        ({"verdict": "node_lost", "exception": "NodeUnfit: disk: slow"}, ErrorKind.NODE),
-        (
-            {
-                "verdict": "out_of_memory",
-                "exception": "MemoryError: CUDA",
-                "evidence": {"kind": "out_of_memory"},
-            },
-            ErrorKind.OUT_OF_MEMORY,
-        ),
     ],
 )
-def test_the_kind_is_what_the_rank_said_and_else_what_older_drivers_wrote(
-    data: dict[str, Any], kind: ErrorKind | None
-) -> None:
+def test_the_kind_is_what_the_rank_said(data: dict[str, Any], kind: ErrorKind | None) -> None:
     assert Failure.of(event(**data)).kind is kind
 
 

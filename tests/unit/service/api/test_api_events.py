@@ -265,38 +265,6 @@ async def test_who_comes_while_the_feed_looks_is_not_told_that_the_run_is_gone(
         task.cancel()
 
 
-async def test_many_followers_cost_one_query_a_tick(
-    api: ApiService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_id, journal = await api.running()
-    row = api.runs.get(run_id)
-    assert row is not None
-    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.05)
-    streams = [
-        Stream(api.http, f"/v1/runs/{run_id}/events?after={row.last_seq}") for _ in range(60)
-    ]
-    reading = asyncio.gather(*(stream.read() for stream in streams))
-    await asyncio.gather(*(stream.wait_for(0, comments=1) for stream in streams))
-    heads = api.events.heads
-    calls: list[int] = []
-    monkeypatch.setattr(
-        api.events, "heads", lambda run_ids: calls.append(len(run_ids)) or heads(run_ids)
-    )
-    fetches: list[str] = []
-    after = api.events.after
-    monkeypatch.setattr(api.events, "after", lambda *args: fetches.append(args[0]) or after(*args))
-    api.apply(run_id, [journal.steps(2)])
-    await asyncio.gather(*(stream.wait_for(1) for stream in streams))
-    api.apply(run_id, finish(journal))
-    async with asyncio.timeout(60):
-        await reading
-    assert {tuple(stream.ids) for stream in streams} == {
-        tuple(range(row.last_seq + 1, row.last_seq + 4))
-    }
-    assert len(fetches) <= 2, "events are fetched once for all"
-    assert set(calls) <= {1}, "one query for all followers"
-
-
 async def test_large_events_come_in_pages_and_streams_of_bounded_size(api: ApiService) -> None:
     """Ranks' code may write events of megabytes. Whoever reads them gets all, a few at a time."""
     run_id, journal = await api.running()

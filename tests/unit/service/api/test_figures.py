@@ -114,20 +114,6 @@ async def test_a_token_of_one_project_sees_its_own_time_only(api: ApiService) ->
     ]
 
 
-async def test_a_run_that_ended_is_not_read_again_and_one_that_is_deleted_is_forgotten(
-    api: ApiService,
-) -> None:
-    run_id = await api.create()
-    api.clock.now += 7
-    await api.http.post(f"/v1/runs/{run_id}/cancel")
-    book = api.context.time_book
-    assert [each.wall_s for each in book.by_project(api.clock.now + 100)] == [7]
-    assert book._runs.ledgers([]) == {} and run_id in book._ended
-    assert [each.wall_s for each in book.by_project(api.clock.now + 200)] == [7]
-    assert (await api.http.delete(f"/v1/runs/{run_id}")).status_code == 204
-    assert book.by_project(api.clock.now) == [] and book._ended == {}
-
-
 class Ledgers:
     """Runs of one project, as the store hands out their ledgers."""
 

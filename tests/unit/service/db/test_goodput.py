@@ -228,14 +228,6 @@ def test_the_first_start_tells_its_parts_and_a_restart_does_not_change_them() ->
     assert first_start(FirstStart(queued_s=2)) == "queued 2.0 s"
 
 
-def test_a_ledger_of_an_older_version_does_not_know_its_first_start() -> None:
-    old = TimeLedger.begin(BEGIN).dump()
-    del old["marks_us"]
-    ledger = TimeLedger.load(old)
-    ledger.apply(status(2, RunStatus.STARTING), BEGIN + 2)
-    assert ledger.close(BEGIN + 3).first_start is None
-
-
 def test_nothing_before_the_first_step() -> None:
     assert goodput(BEGIN, [], BEGIN + 3).goodput is None
     assert goodput(BEGIN, [], BEGIN).wall_s == 0

@@ -4,6 +4,7 @@ place is tried again."""
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import socket
 import subprocess
@@ -95,6 +96,36 @@ def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(
     assert slow.tick()
     assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
     assert slow._note.coming_back == () and slow._returns.next_in_s() == float("inf")
+
+
+def test_what_does_not_start_is_tried_again_for_two_minutes_and_a_wrong_setting_ends_it(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert keeper_module.GIVE_UP_S >= 120
+    monkeypatch.setattr(keeper_module, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(keeper_module, "RETRY_S", 0.0)
+    for error, is_tried_again in ((TimeoutError("no port file"), True), (ValueError("x"), False)):
+        left: list[str] = []
+        waits: list[str | None] = []
+
+        def start(error: Exception = error, waits: list[str | None] = waits) -> None:
+            found = read_note(slow._note_path)
+            waits.append(found and found.waiting_for)
+            raise error
+
+        with pytest.raises(type(error)):
+            slow._patiently("the head", start, lambda left=left: left.append("cleared"))
+        assert (len(waits) > 2) == is_tried_again and len(left) == len(waits) - 1
+        assert waits[0] == "the head to start"
+        assert not is_tried_again or "the last one with TimeoutError" in str(waits[1])
+
+
+def test_the_note_of_a_newer_or_older_keeper_is_read(slow: Slow) -> None:
+    slow._publish()
+    kept = json.loads(slow._note_path.read_text())
+    del kept["waiting_for"]
+    slow._note_path.write_text(json.dumps(kept | {"makes_way": True}))
+    assert read_note(slow._note_path) == slow._note, "else a service ends the cluster that runs"
 
 
 def test_a_keeper_that_takes_over_brings_back_what_was_dead_before_it(slow: Slow) -> None:

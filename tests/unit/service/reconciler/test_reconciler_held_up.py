@@ -92,6 +92,8 @@ async def test_a_directory_that_does_not_answer(
         while not waits.is_set() or here.get(other).step != 7:
             await here.reconciler.tick()
     assert here.get(one).status is RunStatus.STARTING
+    await here.reconciler.tick()
+    assert [each.name for each in threading.enumerate()].count("journals") == 1, "one waits"
     answers.set()
     async with asyncio.timeout(30):
         while here.get(one).step != 7:

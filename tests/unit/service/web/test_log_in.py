@@ -91,16 +91,6 @@ async def test_the_cookie_is_a_secret_of_its_own_that_is_kept_as_its_hash(api: A
     assert hashlib.sha256(cookie.encode()).hexdigest() in kept and cookie not in str(kept)
 
 
-async def test_a_cookie_of_older_versions_which_is_the_token_leads_to_the_log_in(
-    api: ApiService,
-) -> None:
-    http = await api.client(None)
-    http.cookies.set(COOKIE, api.token("admin"))
-    assert (await http.get("/runs", headers={"Accept": "text/html"})).headers[
-        "location"
-    ] == "/login?next=%2Fruns"
-
-
 async def test_a_log_in_ends_by_itself_and_goes_from_the_database(api: ApiService) -> None:
     browser = await Browser.logged_in(api, api.token("viewer"))
     api.clock.now += LASTS_S - 1

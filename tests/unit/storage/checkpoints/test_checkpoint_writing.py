@@ -144,26 +144,6 @@ def test_a_file_that_was_not_written_whole_is_not_committed(
         file.close()
 
 
-def test_small_pieces_reach_the_storage_together_and_large_ones_as_they_are(
-    local_dir: RunDir,
-) -> None:
-    store = CheckpointStore(local_dir)
-    positions: list[int] = []
-    small, large = (
-        [bytes([number % 256]) * 700 for number in range(2000)],
-        bytes(range(256)) * 20_000,
-    )
-    with store.begin(50, 1, 1) as writer:
-        with writer.write_file("a.pt", lambda: positions.append(file.tell())) as file:
-            for piece in small:
-                file.write(piece)
-            assert len(positions) == 1
-            file.write(large)
-        manifest = writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
-    assert len(positions) == 3
-    assert store.read_file(manifest.name, "a.pt") == b"".join(small) + large
-
-
 def test_after_a_failed_write_the_storage_is_left_alone(
     local_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -409,28 +409,6 @@ class TestReconciler:
         )
         assert row.status != RunStatus.FAILED
 
-    async def test_a_deployment_from_before_waits_where_its_runs_are_not(
-        self, here: World, ray: FakeRay, tmp_path: Path
-    ) -> None:
-        run = here.create()
-        await here.reconciler.tick()
-        await self.forget_storage(here, tmp_path)
-        shutil.rmtree(tmp_path / "storage")
-        ray.end(f"{run.id}-s001")
-        await here.reconciler.tick()
-        row = here.get(run.id)
-        assert (row.submission, row.reason_code) == (
-            1,
-            ReasonCode.STORAGE_UNAVAILABLE,
-        ) and run.id in str(row.reason_message)
-        assert read_identity(here.storage) is None
-
-    async def forget_storage(self, here: World, tmp_path: Path) -> None:
-        """As before storages had ids."""
-        (tmp_path / "storage" / IDENTITY_FILE).unlink()
-        with here.database.write() as connection:
-            connection.exec_driver_sql("DELETE FROM storage_identity")
-
     async def test_a_database_older_than_its_storage_is_noticed_and_caught_up(
         self, here: World, ray: FakeRay
     ) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from storage.errors import (
 )
 from storage.filesystem import Storage
 from storage.logs import growing_log, journal
-from storage.logs.growing_log import MAX_LINE_BYTES, LogCursor
+from storage.logs.growing_log import MAX_LINE_BYTES
 from storage.logs.journal import journal_stamp, may_be_cut, read_journal, with_checksum
 from storage.logs.journal_writer import JournalWriter
 from storage.logs.rank_logs import last_rank_lines, read_rank_logs
@@ -226,25 +225,6 @@ def test_a_line_without_an_end_costs_no_more_than_the_longest_line(
         assert tracemalloc.get_traced_memory()[1] < 5 * MAX_LINE_BYTES
     finally:
         tracemalloc.stop()
-
-
-def test_a_long_line_is_read_with_work_that_grows_with_its_length(
-    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight times the line takes about eight times as long; quadratic reading took sixty times as
-    long."""
-    run_dir = RunDir(local_storage, "run_a")
-    monkeypatch.setattr(growing_log, "_BLOCK_BYTES", 1 << 10)
-    took_s = []
-    for number, kib in ((1, 512), (2, 4096)):
-        path = local(run_dir, f"events/s{number:03d}.jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x" * (kib << 10) + b"\n")
-        began = time.process_time()
-        [line] = growing_log.read_log(run_dir.files, run_dir.journal_stem(number), LogCursor(), 10)
-        took_s.append(time.process_time() - began)
-        assert len(line.data) == kib << 10
-    assert took_s[1] < 25 * took_s[0]
 
 
 def test_a_journal_of_long_events_comes_in_pieces(

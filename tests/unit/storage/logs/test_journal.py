@@ -227,38 +227,6 @@ def test_a_full_disk_loses_and_doubles_nothing(
     assert [found.source_n for found in drain(run_dir)[0]] == [1, 2, 3, 4, 5]
 
 
-def test_opening_a_long_journal_reads_its_end_only(
-    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = RunDir(local_storage, "run_a")
-    with JournalWriter(run_dir, 1) as writer:
-        writer.append([event(1, source="early")])
-        for first in range(1, 2001, 100):
-            writer.append([event(n, text="x" * 3000) for n in range(first, first + 100)])
-    read_bytes = 0
-    real_pread = os.pread
-
-    def counted(fd: int, size: int, offset: int) -> bytes:
-        nonlocal read_bytes
-        read_bytes += size
-        return real_pread(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", counted)
-    with JournalWriter(run_dir, 1) as writer:
-        assert (writer.last_n, writer.last_source_n("early"), writer.last_source_n("driver")) == (
-            2001,
-            1,
-            2000,
-        )
-    assert (
-        read_bytes
-        < 4 << 20
-        < Path(run_dir.files.path("runs/run_a/events/s001.jsonl")).stat().st_size
-    )
-    found, _ = drain(run_dir)
-    assert [one.n for one in found] == list(range(1, 2002))
-
-
 def test_a_segment_that_is_not_as_it_was_written() -> None:
     run_dir, files = memory_run_dir()
     with JournalWriter(run_dir, 1) as writer:

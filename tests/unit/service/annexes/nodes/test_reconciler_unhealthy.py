@@ -258,9 +258,7 @@ def ray() -> Iterator[FakeRay]:
 async def care(here: World, ray: FakeRay) -> AsyncIterator[NodeCare]:
     async with RayJobs(lambda: RayEndpoint(ray.url, FakeRay.token)) as jobs:
         file = MarksFile(here.storage, here.marks, lambda: None)
-        made = NodeCare(here.marks, file, jobs, RULE, here.clock)
-        yield made
-        await made.close()
+        yield NodeCare(here.marks, file, jobs, RULE, here.clock)
 
 
 async def fail(here: World, node: str, times: int, *, by_drill: bool = False, **data: Any) -> None:
