@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.text.words import count, duration
+from everstep.text.words import count, duration, without_colours
 from everstep.wire import CausingDrill, ErrorKind, Failure, Run
 from everstep.wire.drills import DrillReport
 from everstep.wire.events import Rung
@@ -83,9 +83,9 @@ def _cost(fault: Failure) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Return a text of an exception with the user's own paths, and without Ray's list of causes
-    that are possible for any process."""
-    return _ANY_CAUSE.sub("", _CACHED.sub("", text))
+    """Return a text of an exception with the user's own paths, without colours, and without Ray's
+    list of causes that are possible for any process."""
+    return _ANY_CAUSE.sub("", _CACHED.sub("", without_colours(text)))
 
 
 def _lost(kind: ErrorKind | None, rank: str) -> str:

@@ -67,7 +67,7 @@ class RunSummary(StoredRow):
     attempt: int = 0
     """Worker groups started so far; 0 before the first."""
     epoch: int = 0
-    """Epoch in progress, from 0."""
+    """Epochs done."""
     step: int = 0
     """Optimizer steps done in the committed lineage."""
     total_steps: int | None = None
@@ -87,7 +87,7 @@ class RunSummary(StoredRow):
     latest_checkpoint: dict[str, Any] | None = None
     """Newest of ``recent_checkpoints``."""
     restarts: int = 0
-    """Attempts after the first."""
+    """Attempts after the first, without those that follow a pause."""
     steps_lost: int = 0
     """Steps that had to be repeated, over all failures."""
     redone_s: float | None = None

@@ -57,7 +57,8 @@ def to_status(run: RunRow, status: RunStatus, reason: Reason | None = None) -> d
 def attempt_started(run: RunRow, event: EventRow) -> Changes:
     columns = {
         "attempt": max(run.attempt + 1, event.attempt),
-        "restarts": run.restarts + (run.attempt > 0),
+        # A run that was paused by its owner starts again from the queue: no restart.
+        "restarts": run.restarts + (run.attempt > 0 and run.status is not RunStatus.STARTING),
         "world_size": int(event.data["world_size"]),
         "workers": list(event.data["workers"]),
         "snapshots": None,
@@ -273,7 +274,7 @@ def metrics(run: RunRow, event: EventRow) -> Changes:
     if run.started_at is None:
         columns["started_at"] = float(points[0]["at"])
     if run.steps_per_epoch:
-        columns["epoch"] = _epoch_at(run, step // run.steps_per_epoch)
+        columns["epoch"] = step // run.steps_per_epoch
     return Changes(columns, points=tuple(rows), **to_status(run, RunStatus.RUNNING))
 
 
@@ -309,17 +310,7 @@ def _better(run: RunRow, step: int, values: dict[str, float | None]) -> dict[str
 
 
 def epoch_completed(run: RunRow, event: EventRow) -> Changes:
-    return Changes({"epoch": _epoch_at(run, int(event.data["epoch"]) + 1)})
-
-
-def _epoch_at(run: RunRow, epoch: int) -> int:
-    """Return the epoch in progress; the last one stays in progress to the end.
-
-    It is known once the run has reported how many steps it makes.
-    """
-    if not run.total_steps or not run.steps_per_epoch:
-        return epoch
-    return min(epoch, (run.total_steps - 1) // run.steps_per_epoch)
+    return Changes({"epoch": int(event.data["epoch"]) + 1})
 
 
 _GPU_FIGURES: Final[Mapping[str, tuple[str, float]]] = MappingProxyType(

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -179,6 +180,8 @@ MOST_AXES: Final = 16
 _LOG_RATIO: Final = 50.0
 """From this ratio of the largest value to the smallest on, an axis is logarithmic."""
 _LEFT_OUT: Final = ("tags", "priority", "project", "resume_from", "env", "notify")
+_DIGEST: Final = re.compile(r"\b[0-9a-f]{32,}\b")
+"""A digest, as that of ``code.archive``, says nothing on an axis."""
 _AXIS_PX: Final = 130
 _TOP_PX, _HEIGHT_PX, _BOTTOM_PX = 46, 220, 14
 _MARGIN_PX: Final = 70
@@ -238,6 +241,7 @@ def picture(runs: Sequence[Run], specs: Sequence[dict[str, Any]]) -> Picture | N
         (path, [None if text is None else json.loads(text) for text in values])
         for path, values in differences(list(specs))
         if path.partition(".")[0] not in _LEFT_OUT
+        and not any(text and _DIGEST.search(text) for text in values)
     ]
     names = sorted(
         {name for run in runs for name in run.metrics},

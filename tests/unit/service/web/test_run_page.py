@@ -52,6 +52,11 @@ async def test_a_run_through_a_failure_is_told(api: ApiService, browser: Browser
     assert [(mark["step"], mark["label"]) for mark in curves["marks"]] == [
         (5, "attempt 2: node_lost of rank 1")
     ]
+    api.apply(run_id, [journal.event(EventKind.FINISHED, outcome="stopped", step=6)])
+    journal.attempt = 3
+    api.apply(run_id, journal.start(step=6, world_size=1))
+    curves = (await browser.http.get(f"/runs/{run_id}/curves.json")).json()
+    assert [mark["sign"] for mark in curves["marks"]] == ["↻ 2", "▶ after a pause"]
     assert curves["seq"] == api.runs.get(run_id).last_seq  # type: ignore[union-attr]
     shown = text_of(await browser.page(f"/runs/{run_id}/events"))
     assert "attempt 2 with 1 rank" in shown and "failure: node_lost of rank 1" in shown
