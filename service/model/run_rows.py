@@ -291,6 +291,11 @@ class StoredSpec(BaseModel):
         return self.code is not None and (self.code.train_fn or self.code.script) is not None
 
     @property
+    def best_by(self) -> tuple[str, Literal["min", "max"]] | None:
+        """As ``CheckpointSpec.best_by``."""
+        return self.checkpoint.best_by(is_own_loop=self.runs_own_function)
+
+    @property
     def most_workers(self) -> int:
         """As ``RunSpec.most_workers``."""
         return most_workers(self.train, self.scaling, is_own_loop=self.runs_own_function)

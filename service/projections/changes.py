@@ -180,7 +180,7 @@ def _best_after(run: RunRow, restored: EventRow) -> dict[str, Any] | None:
         return None
     found = data.get("best")
     if found is not None and found["value"] is not None:
-        metric = run.spec["checkpoint"]["best_metric"]
+        metric, _ = run.stored_spec.best_by or (found["metric"], "")
         return {"metric": metric, "value": float(found["value"]), "step": int(found["step"])}
     return run.best if run.best and run.best["step"] <= int(data["step"]) else None
 
@@ -281,8 +281,8 @@ def metrics(run: RunRow, event: EventRow) -> Changes:
 def evaluated(run: RunRow, event: EventRow) -> Changes:
     step, values = int(event.data["step"]), event.data["metrics"]
     named = {validation_name(name)[:METRIC_NAME_CHARS]: value for name, value in values.items()}
-    best_metric = run.stored_spec.checkpoint.best_metric
-    always = () if best_metric is None else (validation_name(best_metric),)
+    best_by = run.stored_spec.best_by
+    always = () if best_by is None else (validation_name(best_by[0]),)
     for name in NameLimit(run.metrics).refused(list(named), always=always):
         del named[name]
     columns: dict[str, Any] = {
@@ -299,12 +299,9 @@ def evaluated(run: RunRow, event: EventRow) -> Changes:
 
 def _better(run: RunRow, step: int, values: dict[str, float | None]) -> dict[str, Any] | None:
     """Return the new best evaluation; None if the old one is still the best."""
-    checkpoint = run.stored_spec.checkpoint
-    metric = checkpoint.best_metric
+    metric, mode = run.stored_spec.best_by or (None, "max")
     value = lookup(values, metric) if metric else None
-    if value is None:
-        return None
-    if not is_better(value, run.best["value"] if run.best else None, checkpoint.best_mode):
+    if value is None or not is_better(value, run.best["value"] if run.best else None, mode):
         return None
     return {"metric": metric, "value": value, "step": step}
 

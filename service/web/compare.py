@@ -17,8 +17,10 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from everstep.text.words import differences
+from everstep.spec.yaml_text import to_yaml
+from everstep.text.words import differences, number
 from everstep.wire import Run
+from everstep.wire.events import PREFIX, mode_of
 from service.api.auth import visible_run
 from service.api.callers import Principal
 from service.api.context import ApiContext, Context
@@ -27,6 +29,7 @@ from service.db.run_lookup import RunFilter
 from service.model.rows import METRIC_NAME_CHARS, MetricPoint
 from service.model.run_rows import RunRow
 from service.runs.routes import found_runs, parse_order, parse_tag, run_answers
+from service.web.new_run import again
 from service.web.rendering import PageRoute, page
 from service.web.run_page import run_page
 from service.web.session import WebCaller, WebRun
@@ -72,12 +75,34 @@ async def get_comparison(
         "compare.html",
         caller,
         runs=runs,
-        metrics=sorted({name for each in runs for name in each.metrics}),
+        measured=_measured(runs),
         differences=differences(specs[:MOST_RUNS]),
         parallel=picture(every, specs),
         suggested=await suggested(context, caller),
         most=MOST_RUNS,
     )
+
+
+def _measured(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, bool] | None]]]:
+    """Return a row for each metric, those of validation first: each run's value as text, and
+    whether it is the best of several. Where better is not known, as of a learning rate, none is."""
+    values: dict[str, list[float | None]] = {
+        f"best {metric}": [run.best.value if run.best else None for run in runs]
+        for metric in {run.best.metric for run in runs if run.best}
+        if all(run.best is None or run.best.metric == metric for run in runs)
+    }
+    names = {name for run in runs for name in run.metrics}
+    for name in sorted(names, key=lambda name: (not name.startswith(PREFIX), name)):
+        values[name] = [run.metrics.get(name) for run in runs]
+    rows = []
+    for name, found in values.items():
+        mode = mode_of(name)
+        known = [value for value in found if value is not None]
+        is_judged = len(known) > 1 and (mode == "min" or PREFIX in name or name.startswith("best "))
+        best = (min if mode == "min" else max)(known) if is_judged else math.nan
+        texts = [None if each is None else (number(each), each == best) for each in found]
+        rows.append((name, texts))
+    return rows
 
 
 @router.get("/runs/{run_id}/spec")
@@ -96,7 +121,8 @@ async def get_spec(
         context,
         caller,
         run,
-        text=json.dumps(run.spec, indent=2, ensure_ascii=False),
+        short=again(run),
+        text=to_yaml(run.spec),
         other=other,
         differences=differences([run.spec, other.spec]) if other else [],
         suggested=[each for each in await suggested(context, caller) if each.id != run.id],

@@ -322,15 +322,17 @@ _MOST_MARKS: Final = 200
 _PAUSE: Final = "resumed after a pause"
 
 
-def charts(names: Iterable[str]) -> list[dict[str, Any]]:
+def charts(names: Iterable[str], judged: str = "") -> list[dict[str, Any]]:
     """Return charts for these metrics as ``[{title, names}]``: training and validation of a metric
-    together, the loss first."""
+    together, the one that the run is judged by first, then the loss."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: (name.startswith(PREFIX), name)):
         groups.setdefault(name.removeprefix(PREFIX) or name, []).append(name)
 
+    first = (judged.removeprefix(PREFIX), *_FIRST)
+
     def order(title: str) -> tuple[int, str]:
-        return (_FIRST.index(title) if title in _FIRST else len(_FIRST), title)
+        return (first.index(title) if title in first else len(first), title)
 
     return [{"title": title, "names": groups[title]} for title in sorted(groups, key=order)]
 

@@ -60,6 +60,10 @@ async def test_compared_runs_have_a_picture_and_differences(api: ApiService) -> 
     api.apply(other, [*(journal := Journal()).start(), journal.steps(1, **{HOSTILE: 2.0})])
     html = await browser.page(f"/compare?run={one.id}&run={other}")
     assert "Parallel coordinates" in html and ">train.seed<" in html and HOSTILE not in html
+    api.apply(other, [journal.steps(2, loss=0.25)])
+    html = await browser.page(f"/compare?run={one.id}&run={other}")
+    assert html.index("Differences of the specs") < html.index("Side by side")
+    assert html.count('tag best">best') == 1 and ">0.25 <span" in html
     assert "Side by side" in await browser.page(f"/compare?run={queued}")
 
 
