@@ -14,7 +14,7 @@ from service.annex import Annex
 from service.api.context import Context
 from service.api.problems import ApiProblem, problem_of_request, problem_response
 from service.db.engine import DatabaseUnavailable
-from service.web import assets, cluster, compare, logs, new_run, run_list, run_page
+from service.web import assets, cluster, code_page, compare, logs, new_run, run_list, run_page
 from service.web.rendering import PageRoute, page, problem_page
 from service.web.session import (
     CheckedForm,
@@ -38,6 +38,7 @@ def install(app: FastAPI, annexes: Sequence[Annex]) -> None:
         router,
         run_list.router,
         compare.router,
+        code_page.router,
         logs.router,
         run_page.router,
         cluster.router,

@@ -61,6 +61,7 @@ async def run_page(
         run=run,
         actions=_actions(run, caller),
         ray_job_id=row.ray_job_id,
+        has_code=row.stored_spec.code is not None,
         progress_share=progress_share,
         most_notes_chars=MOST_NOTES_CHARS,
         wandb=await wandb_place(context, row),
