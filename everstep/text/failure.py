@@ -217,7 +217,7 @@ _ON_RUNG = {
     Rung.SNAPSHOT.value: " in fresh processes",
     Rung.CHECKPOINT.value: " from a checkpoint",
 }
-"""Where training goes on, by the rung of the recovery."""
+"""Where training goes on, by where the recovery finds the state."""
 
 
 def _outcome(fault: Failure) -> str:
@@ -239,7 +239,7 @@ def _outcome(fault: Failure) -> str:
         where = _ON_RUNG.get(fault.rung or "", "")
         parts.append(f"training again{where} after {duration(fault.recovery_s)}{most}")
     if fault.budget:
-        parts.append(f"charged to the {fault.budget} budget")
+        parts.append(f"counts against recovery.max_{fault.budget}")
     return ", ".join(parts)
 
 

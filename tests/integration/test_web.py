@@ -170,7 +170,7 @@ async def test_the_view_of_curves_is_in_the_url_and_they_are_saved(
     story: Story, page: Page
 ) -> None:
     await page.goto(f"/runs/{story.running}")
-    figure = page.locator("figure.chart").first
+    figure = page.locator("figure.chart", has_text="loss").first
     await expect(figure).to_be_visible()
     await page.get_by_label("Smoothing").fill("0.6")
     await page.get_by_label("Logarithmic").check()
