@@ -128,8 +128,8 @@ def _parity(found: DrillParity) -> str:
         )
         if steps
     ]
-    verdict = {True: "continues as before", False: "DIFFERS", None: "not known yet"}[found.in_parity]
-    return "; ".join([f"{verdict}: {means}", *problems])
+    verdicts = {True: "continues as before", False: "DIFFERS", None: "not known yet"}
+    return "; ".join([f"{verdicts[found.in_parity]}: {means}", *problems])
 
 
 def _samples(found: DrillParity) -> str | None:
