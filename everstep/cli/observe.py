@@ -177,7 +177,7 @@ def _fields(run: Run) -> list[tuple[str, object]]:
         ),
         ("protection", run.protection.message if is_live else None),
         ("replays", run.replay_of and words.replay(run.replay_of)),
-        ("chain", run.chain),
+        ("digest of its steps", run.chain),
         (
             "exactness",
             "elastic: the same bits at any number of ranks" if run.exactness == "elastic" else None,

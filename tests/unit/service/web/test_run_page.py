@@ -235,6 +235,9 @@ async def test_the_page_leads_with_the_metric_that_the_run_is_judged_by(
     api.apply(run_id, [journal.steps(21, loss=1.0)])
     charts = (await browser.http.get(f"/runs/{run_id}/curves.json")).json()["charts"]
     assert charts[0]["names"] == ["loss", "val_loss"]
+    save(api, run_id, journal, 5)
+    fork = await api.create(resume_from={"run_id": run_id, "step": 5})
+    assert f"forked from step 5 of {run_id}" in text_of(await browser.page(f"/runs/{fork}"))
 
 
 async def test_specs_are_compared(api: ApiService, browser: Browser) -> None:
