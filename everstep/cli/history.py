@@ -61,7 +61,9 @@ def logs(
     """Print the log of all ranks and the driver, over all attempts."""
     out = terminal()
     if level.upper() not in _LEVELS:
-        raise UsageError(f"--level {level!r} is none of {', '.join(_LEVELS).lower()}")
+        raise UsageError(
+            f"--level {level!r} is not a level; use one of {', '.join(_LEVELS).lower()}"
+        )
     lowest = _LEVELS.index(level.upper())
     read = partial(out.client().runs.get(run_id).logs, rank=rank, attempt=attempt)
     for line in _lines(read, tail, lowest, follow=follow):

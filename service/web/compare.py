@@ -20,7 +20,7 @@ from fastapi.responses import StreamingResponse
 from everstep.spec.yaml_text import to_yaml
 from everstep.text.words import differences, number
 from everstep.wire import Run
-from everstep.wire.events import PREFIX, mode_of
+from everstep.wire.events import PREFIX, mode_of, validation_name
 from service.api.auth import visible_run
 from service.api.callers import Principal
 from service.api.context import ApiContext, Context
@@ -75,7 +75,7 @@ async def get_comparison(
         "compare.html",
         caller,
         runs=runs,
-        measured=_measured(runs),
+        measured=_measured(runs, specs),
         differences=differences(specs[:MOST_RUNS]),
         parallel=picture(every, specs),
         suggested=await suggested(context, caller),
@@ -83,7 +83,9 @@ async def get_comparison(
     )
 
 
-def _measured(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, bool] | None]]]:
+def _measured(
+    runs: Sequence[Run], specs: Sequence[dict[str, Any]]
+) -> list[tuple[str, list[tuple[str, bool] | None]]]:
     """Return a row for each metric, those of validation first: each run's value as text, and
     whether it is the best of several. Where better is not known, as of a learning rate, none is."""
     values: dict[str, list[float | None]] = {
@@ -91,12 +93,17 @@ def _measured(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, bool] | No
         for metric in {run.best.metric for run in runs if run.best}
         if all(run.best is None or run.best.metric == metric for run in runs)
     }
+    modes = {
+        validation_name(wanted["best_metric"]): wanted["best_mode"]
+        for wanted in (spec.get("checkpoint") or {} for spec in specs)
+        if wanted.get("best_metric")
+    }
     names = {name for run in runs for name in run.metrics}
     for name in sorted(names, key=lambda name: (not name.startswith(PREFIX), name)):
         values[name] = [run.metrics.get(name) for run in runs]
     rows = []
     for name, found in values.items():
-        mode = mode_of(name)
+        mode = modes.get(validation_name(name.removeprefix("best ")), mode_of(name))
         known = [value for value in found if value is not None]
         is_judged = len(known) > 1 and (mode == "min" or PREFIX in name or name.startswith("best "))
         best = (min if mode == "min" else max)(known) if is_judged else math.nan

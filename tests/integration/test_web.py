@@ -267,6 +267,13 @@ async def test_times_are_in_the_reader_s_zone_and_in_utc_on_hover(
     at = datetime.fromisoformat(await time.get_attribute("datetime") or "")
     assert await time.inner_text() == f"{at.astimezone(ZoneInfo('Asia/Tokyo')):%Y-%m-%d %H:%M:%S}"
     assert await time.get_attribute("title") == f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    run = api.runs.get(story.running)
+    assert run is not None
+    journal = _journal_behind(api, story.running, run.attempt)
+    evaluated = journal.event(EventKind.EVALUATED, step=561, epoch=11, metrics={"accuracy": 0.5})
+    api.apply(story.running, [evaluated])
+    await expect(page.locator("#events tbody tr").first).to_contain_text("step 561")
+    await expect(time).to_have_text(re.compile(r"^[\d-]+ [\d:]+$"))  # also after an update
 
 
 async def test_a_service_that_is_away_is_told_and_its_return_too(
