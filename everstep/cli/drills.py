@@ -35,7 +35,7 @@ def drill(
     ] = 600.0,
 ) -> None:
     """Inject a failure into a live run, once its ranks train. Exit code 1 if it did not recover, or
-    its loss did not continue in parity."""
+    its loss did not continue as before."""
     out = terminal()
     run = out.client().runs.get(run_id)
     if wait and run.status in BEFORE_RUNNING:
@@ -55,7 +55,7 @@ def drill(
 
 
 def passed(found: Drill) -> bool:
-    """Return whether the run recovered and its loss continued in parity."""
+    """Return whether the run recovered and its loss continued as before."""
     parity = found.report.parity if found.report else None
     return found.state is DrillState.RECOVERED and parity is not None and parity.in_parity is True
 
@@ -128,8 +128,8 @@ def _parity(found: DrillParity) -> str:
         )
         if steps
     ]
-    verdict = {True: "in parity", False: "NOT in parity", None: "not known yet"}[found.in_parity]
-    return "; ".join([f"{verdict}: {means}", *problems])
+    verdicts = {True: "continues as before", False: "DIFFERS", None: "not known yet"}
+    return "; ".join([f"{verdicts[found.in_parity]}: {means}", *problems])
 
 
 def _samples(found: DrillParity) -> str | None:

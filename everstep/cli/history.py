@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import webbrowser
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -28,7 +31,7 @@ from everstep.text import failure as failure_words
 from everstep.text import words
 from everstep.text.events import summary
 from everstep.text.words import differences
-from everstep.wire import Checkpoint, ReasonCode, Run, RunStatus
+from everstep.wire import Checkpoint, LogLine, ReasonCode, Run, RunStatus
 from everstep.wire.drills import StackReport
 from everstep.wire.events import EventKind
 from everstep.wire.figures import EpochSamples, Samples
@@ -48,10 +51,22 @@ def logs(
     attempt: Annotated[
         int | None, typer.Option(min=0, help="Only lines of this attempt; 0 is the driver.")
     ] = None,
+    level: Annotated[
+        str, typer.Option(help="Only lines of this level or above, for example warning.")
+    ] = "debug",
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", min=0, help="Only so many of the last lines.")
+    ] = None,
 ) -> None:
     """Print the log of all ranks and the driver, over all attempts."""
     out = terminal()
-    for line in out.client().runs.get(run_id).logs(follow=follow, rank=rank, attempt=attempt):
+    if level.upper() not in _LEVELS:
+        raise UsageError(
+            f"--level {level!r} is not a level; use one of {', '.join(_LEVELS).lower()}"
+        )
+    lowest = _LEVELS.index(level.upper())
+    read = partial(out.client().runs.get(run_id).logs, rank=rank, attempt=attempt)
+    for line in _lines(read, tail, lowest, follow=follow):
         if out.as_json:
             out.json(line)
             continue
@@ -62,6 +77,31 @@ def logs(
         stamp = line.at.astimezone().strftime("%H:%M:%S.%f")[:-3]
         for text in line.message.split("\n"):
             out.line(f"{stamp} {source:<7} {line.level.upper():<7} {text}", style=style)
+
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def _lines(
+    read: Callable[..., Iterator[LogLine]], tail: int | None, lowest: int, *, follow: bool
+) -> Iterator[LogLine]:
+    """Yield log lines from a level on; with ``tail`` only the last ones, and then new ones."""
+
+    def is_shown(line: LogLine) -> bool:
+        level = line.level.upper()
+        return level not in _LEVELS or _LEVELS.index(level) >= lowest
+
+    if tail is None:
+        yield from filter(is_shown, read(follow=follow))
+        return
+    after, last = 0, deque[LogLine](maxlen=tail)
+    for line in read():
+        after = line.seq
+        if is_shown(line):
+            last.append(line)
+    yield from last
+    if follow:
+        yield from filter(is_shown, read(follow=True, after=after))
 
 
 @command()

@@ -152,7 +152,7 @@ def _fields(run: Run) -> list[tuple[str, object]]:
             "step",
             words.progress(run)
             if words.has_no_steps(run)
-            else f"{words.progress(run)}, epoch {run.epoch}",
+            else f"{words.progress(run)}, {words.count(run.epoch, 'epoch')} done",
         ),
         ("ranks", run.world_size),
         ("metrics", words.numbers(run.metrics) or None),
@@ -177,7 +177,7 @@ def _fields(run: Run) -> list[tuple[str, object]]:
         ),
         ("protection", run.protection.message if is_live else None),
         ("replays", run.replay_of and words.replay(run.replay_of)),
-        ("chain", run.chain),
+        ("digest of its steps", run.chain),
         (
             "exactness",
             "elastic: the same bits at any number of ranks" if run.exactness == "elastic" else None,
@@ -240,14 +240,14 @@ def _rows(buckets: GoodputBuckets, wall_s: float) -> list[tuple[object, ...]]:
 
 def _show_stragglers(report: StragglerReport) -> None:
     show_ranks = Columns[RankTimes](
-        ("rank", "node", "micro-batches", "own time", "waits", "skew"),
+        ("rank", "node", "micro-batches", "computes", "waits", "of peers' time"),
         lambda each: (
             each.rank,
             each.node_id[:8],
             each.micro_batches,
             f"{each.own_s * 1e3:.1f} ms",
             f"{each.wait_s * 1e3:.1f} ms",
-            each.skew,
+            f"x {words.number(each.skew)}",
         ),
         empty="no times yet: they appear after some seconds of training on at least two ranks",
     )

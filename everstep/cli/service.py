@@ -120,7 +120,7 @@ def _show_cluster(info: ClusterInfo) -> None:
     )
     hosts = Counter((node.hostname, node.ip) for node in info.nodes if node.state != "DEAD")
     show_nodes = Columns[Node](
-        ("node", "host", "ip", "state", "used", "runs", "marked"),
+        ("node", "host", "ip", "state", "used", "runs", "cordoned"),
         lambda node: (
             node.id[:12],
             node.hostname + (" (head)" if node.is_head else ""),
@@ -131,8 +131,8 @@ def _show_cluster(info: ClusterInfo) -> None:
             _mark(node),
         ),
         empty="no nodes",
-        text=("host", "used", "runs", "marked"),
-        dispensable=("ip", "used", "marked"),
+        text=("host", "used", "runs", "cordoned"),
+        dispensable=("ip", "used", "cordoned"),
     )
     show_nodes(info.nodes)
     for at in info.coming_back:

@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from everstep.errors import FieldError
+from everstep.text.words import without_colours
 
 MAX_DEPTH = 64
 """Maximum nesting of lists and mappings in a document."""
@@ -31,7 +32,7 @@ _STEERING = re.compile(
 def printable(text: str) -> str:
     """Return one line without characters that control a terminal or hide text. Names and log lines
     come from other users."""
-    return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text.replace("\t", "    "))
+    return _STEERING.sub("\N{REPLACEMENT CHARACTER}", without_colours(text).replace("\t", "    "))
 
 
 def printable_lines(text: str) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -288,6 +288,11 @@ class RunSpec(Frozen):
         """Return whether a user's Ray Train function or script replaces Everstep's training
         loop."""
         return self.code is not None and self.code.task is None
+
+    @property
+    def best_by(self) -> tuple[str, Literal["min", "max"]] | None:
+        """As ``CheckpointSpec.best_by``."""
+        return self.checkpoint.best_by(is_own_loop=self.runs_own_function)
 
     @property
     def runs_script(self) -> bool:

@@ -304,8 +304,8 @@ class CheckpointSpec(Frozen):
     keep_latest: PositiveInt = 3
     """Newest checkpoints to keep. The best one is kept in addition."""
     best_metric: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """Validation metric that selects the best checkpoint, for example ``accuracy``; null keeps only
-    the latest."""
+    """Validation metric that selects the best checkpoint, for example ``accuracy``. Null takes the
+    validation loss of a task that has one; of another loop only the latest are kept."""
     best_mode: Literal["min", "max"] = Field(
         default=None, validate_default=True, json_schema_extra=_default_is_inferred
     )
@@ -331,6 +331,13 @@ class CheckpointSpec(Frozen):
     def _by_the_metrics_name(cls, value: Any, info: ValidationInfo) -> Any:
         """Infer the mode from the metric's name if it is not given."""
         return mode_of(info.data.get("best_metric")) if value is None else value
+
+    def best_by(self, *, is_own_loop: bool) -> tuple[str, Literal["min", "max"]] | None:
+        """Return the metric that selects the best checkpoint, and which of its values is best: of a
+        task that names none the validation loss, where it is measured. None without a metric."""
+        if self.best_metric is not None:
+            return self.best_metric, self.best_mode
+        return None if is_own_loop else ("val_loss", "min")
 
 
 class RecoverySpec(Frozen):

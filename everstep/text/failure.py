@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.text.words import count, duration
+from everstep.text.words import count, duration, without_colours
 from everstep.wire import CausingDrill, ErrorKind, Failure, Run
 from everstep.wire.drills import DrillReport
 from everstep.wire.events import Rung
@@ -83,9 +83,9 @@ def _cost(fault: Failure) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Return a text of an exception with the user's own paths, and without Ray's list of causes
-    that are possible for any process."""
-    return _ANY_CAUSE.sub("", _CACHED.sub("", text))
+    """Return a text of an exception with the user's own paths, without colours, and without Ray's
+    list of causes that are possible for any process."""
+    return _ANY_CAUSE.sub("", _CACHED.sub("", without_colours(text)))
 
 
 def _lost(kind: ErrorKind | None, rank: str) -> str:
@@ -217,7 +217,7 @@ _ON_RUNG = {
     Rung.SNAPSHOT.value: " in fresh processes",
     Rung.CHECKPOINT.value: " from a checkpoint",
 }
-"""Where training goes on, by the rung of the recovery."""
+"""Where training goes on, by where the recovery finds the state."""
 
 
 def _outcome(fault: Failure) -> str:
@@ -239,7 +239,7 @@ def _outcome(fault: Failure) -> str:
         where = _ON_RUNG.get(fault.rung or "", "")
         parts.append(f"training again{where} after {duration(fault.recovery_s)}{most}")
     if fault.budget:
-        parts.append(f"charged to the {fault.budget} budget")
+        parts.append(f"counts against recovery.max_{fault.budget}")
     return ", ".join(parts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from itertools import islice
@@ -24,6 +25,15 @@ STATUS_STYLES: Mapping[RunStatus, str] = {
     RunStatus.FAILED: "bold red",
     RunStatus.CANCELLED: "red",
 }
+
+
+_COLOURS = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
+"""Sequences by which programs colour a terminal, move its cursor or set its title."""
+
+
+def without_colours(text: str) -> str:
+    """Return a text without the sequences that colour a terminal."""
+    return _COLOURS.sub("", text)
 
 
 def size(num_bytes: float) -> str:

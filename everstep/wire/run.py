@@ -389,7 +389,7 @@ class Run(Answer):
     """First optimizer step."""
     finished_at: Time | None
     epoch: int
-    """Epoch in progress, from 0."""
+    """Epochs done, and so the number of the one in progress, counted from 0."""
     step: int
     """Optimizer steps done in the committed lineage; 0 also for a user's script that reports
     none."""
@@ -402,7 +402,7 @@ class Run(Answer):
     best: Best | None
     latest_checkpoint: LatestCheckpoint | None
     restarts: int
-    """Attempts after the first."""
+    """Attempts after the first, without those by which a paused run was resumed."""
     steps_lost: int
     """Steps that had to be repeated, over all failures."""
     redone_s: float | None = None

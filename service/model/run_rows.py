@@ -66,7 +66,7 @@ class RunSummary(StoredRow):
     attempt: int = 0
     """Worker groups started so far; 0 before the first."""
     epoch: int = 0
-    """Epoch in progress, from 0."""
+    """Epochs done."""
     step: int = 0
     """Optimizer steps done in the committed lineage."""
     total_steps: int | None = None
@@ -86,7 +86,7 @@ class RunSummary(StoredRow):
     latest_checkpoint: dict[str, Any] | None = None
     """Newest of ``recent_checkpoints``."""
     restarts: int = 0
-    """Attempts after the first."""
+    """Attempts after the first, without those that follow a pause."""
     steps_lost: int = 0
     """Steps that had to be repeated, over all failures."""
     redone_s: float | None = None
@@ -283,6 +283,11 @@ class StoredSpec(BaseModel):
     def runs_own_function(self) -> bool:
         """As ``RunSpec.runs_own_function``."""
         return self.code is not None and (self.code.train_fn or self.code.script) is not None
+
+    @property
+    def best_by(self) -> tuple[str, Literal["min", "max"]] | None:
+        """As ``CheckpointSpec.best_by``."""
+        return self.checkpoint.best_by(is_own_loop=self.runs_own_function)
 
     @property
     def most_workers(self) -> int:

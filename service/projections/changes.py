@@ -57,7 +57,8 @@ def to_status(run: RunRow, status: RunStatus, reason: Reason | None = None) -> d
 def attempt_started(run: RunRow, event: EventRow) -> Changes:
     columns = {
         "attempt": max(run.attempt + 1, event.attempt),
-        "restarts": run.restarts + (run.attempt > 0),
+        # A run that was paused by its owner starts again from the queue: no restart.
+        "restarts": run.restarts + (run.attempt > 0 and run.status is not RunStatus.STARTING),
         "world_size": int(event.data["world_size"]),
         "workers": list(event.data["workers"]),
         "snapshots": None,
@@ -179,7 +180,7 @@ def _best_after(run: RunRow, restored: EventRow) -> dict[str, Any] | None:
         return None
     found = data.get("best")
     if found is not None and found["value"] is not None:
-        metric = run.spec["checkpoint"]["best_metric"]
+        metric, _ = run.stored_spec.best_by or (found["metric"], "")
         return {"metric": metric, "value": float(found["value"]), "step": int(found["step"])}
     return run.best if run.best and run.best["step"] <= int(data["step"]) else None
 
@@ -273,15 +274,15 @@ def metrics(run: RunRow, event: EventRow) -> Changes:
     if run.started_at is None:
         columns["started_at"] = float(points[0]["at"])
     if run.steps_per_epoch:
-        columns["epoch"] = _epoch_at(run, step // run.steps_per_epoch)
+        columns["epoch"] = step // run.steps_per_epoch
     return Changes(columns, points=tuple(rows), **to_status(run, RunStatus.RUNNING))
 
 
 def evaluated(run: RunRow, event: EventRow) -> Changes:
     step, values = int(event.data["step"]), event.data["metrics"]
     named = {validation_name(name)[:METRIC_NAME_CHARS]: value for name, value in values.items()}
-    best_metric = run.stored_spec.checkpoint.best_metric
-    always = () if best_metric is None else (validation_name(best_metric),)
+    best_by = run.stored_spec.best_by
+    always = () if best_by is None else (validation_name(best_by[0]),)
     for name in NameLimit(run.metrics).refused(list(named), always=always):
         del named[name]
     columns: dict[str, Any] = {
@@ -298,28 +299,15 @@ def evaluated(run: RunRow, event: EventRow) -> Changes:
 
 def _better(run: RunRow, step: int, values: dict[str, float | None]) -> dict[str, Any] | None:
     """Return the new best evaluation; None if the old one is still the best."""
-    checkpoint = run.stored_spec.checkpoint
-    metric = checkpoint.best_metric
+    metric, mode = run.stored_spec.best_by or (None, "max")
     value = lookup(values, metric) if metric else None
-    if value is None:
-        return None
-    if not is_better(value, run.best["value"] if run.best else None, checkpoint.best_mode):
+    if value is None or not is_better(value, run.best["value"] if run.best else None, mode):
         return None
     return {"metric": metric, "value": value, "step": step}
 
 
 def epoch_completed(run: RunRow, event: EventRow) -> Changes:
-    return Changes({"epoch": _epoch_at(run, int(event.data["epoch"]) + 1)})
-
-
-def _epoch_at(run: RunRow, epoch: int) -> int:
-    """Return the epoch in progress; the last one stays in progress to the end.
-
-    It is known once the run has reported how many steps it makes.
-    """
-    if not run.total_steps or not run.steps_per_epoch:
-        return epoch
-    return min(epoch, (run.total_steps - 1) // run.steps_per_epoch)
+    return Changes({"epoch": int(event.data["epoch"]) + 1})
 
 
 _GPU_FIGURES: Final[Mapping[str, tuple[str, float]]] = MappingProxyType(

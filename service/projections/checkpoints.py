@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from everstep.spec.sections import CheckpointSpec
 from everstep.wire import Checkpoint
 from everstep.wire.events import EventKind
 from service.model.rows import CheckpointCheck, EventRow, maybe_time, to_time
+from service.model.run_rows import StoredSpec
 from storage.checkpoints.reader import best_of, origin_of, restore_point, voided_by
 from storage.run_dir import CheckpointName
 
@@ -90,21 +90,20 @@ def submission_of(committed: EventRow) -> int:
 
 
 def choose(
-    found: Sequence[Checkpoint], run_id: str, wanted: CheckpointSpec, which: str
+    found: Sequence[Checkpoint], run_id: str, wanted: StoredSpec, which: str
 ) -> tuple[Checkpoint | None, str]:
     """Return the checkpoint that ``which`` names, and the message if there is none.
 
     Args:
         found: Checkpoints of the run.
         run_id: The run.
-        wanted: The checkpoint section of its spec.
+        wanted: Its spec.
         which: ``latest``, ``best``, or a step in decimal digits. Anything else raises ValueError.
     """
     if which == "latest":
         return newest(found), f"run {run_id} has no committed checkpoint yet"
     if which == "best":
-        metric = wanted.best_metric
-        if not metric:
+        if wanted.best_by is None:
             return (
                 None,
                 (
@@ -113,8 +112,11 @@ def choose(
                     "ask for latest"
                 ),
             )
-        missing = f"run {run_id} has no committed checkpoint with the metric {metric!r} yet"
-        return best(found, metric, wanted.best_mode), missing
+        missing = (
+            f"run {run_id} has no committed checkpoint with the metric {wanted.best_by[0]!r} "
+            "(checkpoint.best_metric) yet"
+        )
+        return best(found, *wanted.best_by), missing
     if which.isascii() and which.isdigit() and len(which) <= 18:
         return at_step(found, int(which)), f"run {run_id} has no checkpoint of step {int(which)}"
     raise ValueError(f"{which[:40]!r} is no checkpoint: give a step, latest or best")
@@ -134,11 +136,10 @@ def at_step(found: Iterable[Checkpoint], step: int) -> Checkpoint | None:
 
 
 def best(
-    found: Iterable[Checkpoint], metric: str | None, mode: Literal["min", "max"]
+    found: Iterable[Checkpoint], metric: str, mode: Literal["min", "max"]
 ) -> Checkpoint | None:
-    """Return the best committed checkpoint (``best_of``), the one that retention keeps. None
-    without a metric."""
-    return None if metric is None else best_of(_committed(found), metric, mode)
+    """Return the best committed checkpoint (``best_of``), the one that retention keeps."""
+    return best_of(_committed(found), metric, mode)
 
 
 def _committed(found: Iterable[Checkpoint]) -> list[Checkpoint]:

@@ -162,7 +162,7 @@ async def _find(context: ApiContext, run: RunRow, which: str) -> Checkpoint:
     """Return the checkpoint. Raises 404 for one that never existed, 422 for an invalid name."""
     try:
         checkpoint, missing = checkpoints.choose(
-            await _all(context, run), run.id, run.stored_spec.checkpoint, which
+            await _all(context, run), run.id, run.stored_spec, which
         )
     except ValueError as exc:
         raise invalid_request("step", msg=str(exc)) from exc

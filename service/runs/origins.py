@@ -71,9 +71,7 @@ async def _found(
     events = await context.database_call(context.events.of_kinds, parent.id, checkpoints.KINDS)
     checks = await context.database_call(context.events.checkpoint_checks, parent.id)
     found = await context.folded(partial(checkpoints.checkpoints, checks=checks), events)
-    checkpoint, missing = checkpoints.choose(
-        found, parent.id, parent.stored_spec.checkpoint, str(wanted.step)
-    )
+    checkpoint, missing = checkpoints.choose(found, parent.id, parent.stored_spec, str(wanted.step))
     _check_usable(place, checkpoint, missing, found)
     assert checkpoint is not None
     return parent, checkpoint

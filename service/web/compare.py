@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,8 +17,10 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from everstep.text.words import differences
+from everstep.spec.yaml_text import to_yaml
+from everstep.text.words import differences, number
 from everstep.wire import Run
+from everstep.wire.events import PREFIX, mode_of, validation_name
 from service.api.auth import visible_run
 from service.api.callers import Principal
 from service.api.context import ApiContext, Context
@@ -26,6 +29,7 @@ from service.db.run_lookup import RunFilter
 from service.model.rows import METRIC_NAME_CHARS, MetricPoint
 from service.model.run_rows import RunRow
 from service.runs.routes import found_runs, parse_order, parse_tag, run_answers
+from service.web.new_run import again
 from service.web.rendering import PageRoute, page
 from service.web.run_page import run_page
 from service.web.session import WebCaller, WebRun
@@ -71,12 +75,41 @@ async def get_comparison(
         "compare.html",
         caller,
         runs=runs,
-        metrics=sorted({name for each in runs for name in each.metrics}),
+        measured=_measured(runs, specs),
         differences=differences(specs[:MOST_RUNS]),
         parallel=picture(every, specs),
         suggested=await suggested(context, caller),
         most=MOST_RUNS,
     )
+
+
+def _measured(
+    runs: Sequence[Run], specs: Sequence[dict[str, Any]]
+) -> list[tuple[str, list[tuple[str, bool] | None]]]:
+    """Return a row for each metric, those of validation first: each run's value as text, and
+    whether it is the best of several. Where better is not known, as of a learning rate, none is."""
+    values: dict[str, list[float | None]] = {
+        f"best {metric}": [run.best.value if run.best else None for run in runs]
+        for metric in {run.best.metric for run in runs if run.best}
+        if all(run.best is None or run.best.metric == metric for run in runs)
+    }
+    modes = {
+        validation_name(wanted["best_metric"]): wanted["best_mode"]
+        for wanted in (spec.get("checkpoint") or {} for spec in specs)
+        if wanted.get("best_metric")
+    }
+    names = {name for run in runs for name in run.metrics}
+    for name in sorted(names, key=lambda name: (not name.startswith(PREFIX), name)):
+        values[name] = [run.metrics.get(name) for run in runs]
+    rows = []
+    for name, found in values.items():
+        mode = modes.get(validation_name(name.removeprefix("best ")), mode_of(name))
+        known = [value for value in found if value is not None]
+        is_judged = len(known) > 1 and (mode == "min" or PREFIX in name or name.startswith("best "))
+        best = (min if mode == "min" else max)(known) if is_judged else math.nan
+        texts = [None if each is None else (number(each), each == best) for each in found]
+        rows.append((name, texts))
+    return rows
 
 
 @router.get("/runs/{run_id}/spec")
@@ -95,7 +128,8 @@ async def get_spec(
         context,
         caller,
         run,
-        text=json.dumps(run.spec, indent=2, ensure_ascii=False),
+        short=again(run),
+        text=to_yaml(run.spec),
         other=other,
         differences=differences([run.spec, other.spec]) if other else [],
         suggested=[each for each in await suggested(context, caller) if each.id != run.id],
@@ -179,6 +213,8 @@ MOST_AXES: Final = 16
 _LOG_RATIO: Final = 50.0
 """From this ratio of the largest value to the smallest on, an axis is logarithmic."""
 _LEFT_OUT: Final = ("tags", "priority", "project", "resume_from", "env", "notify")
+_DIGEST: Final = re.compile(r"\b[0-9a-f]{32,}\b")
+"""A digest, as that of ``code.archive``, says nothing on an axis."""
 _AXIS_PX: Final = 130
 _TOP_PX, _HEIGHT_PX, _BOTTOM_PX = 46, 220, 14
 _MARGIN_PX: Final = 70
@@ -238,6 +274,7 @@ def picture(runs: Sequence[Run], specs: Sequence[dict[str, Any]]) -> Picture | N
         (path, [None if text is None else json.loads(text) for text in values])
         for path, values in differences(list(specs))
         if path.partition(".")[0] not in _LEFT_OUT
+        and not any(text and _DIGEST.search(text) for text in values)
     ]
     names = sorted(
         {name for run in runs for name in run.metrics},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
@@ -12,11 +13,13 @@ from starlette.exceptions import HTTPException
 from service.annex import Annex
 from service.api.context import Context
 from service.api.problems import ApiProblem, problem_of_request, problem_response
-from service.web import assets, cluster, compare, logs, new_run, run_list, run_page
+from service.db.engine import DatabaseUnavailable
+from service.web import assets, cluster, code_page, compare, logs, new_run, run_list, run_page
 from service.web.rendering import PageRoute, page, problem_page
 from service.web.session import (
     CheckedForm,
     begin_session,
+    caller_of,
     cookie_of,
     local_path,
     log_in,
@@ -35,6 +38,7 @@ def install(app: FastAPI, annexes: Sequence[Annex]) -> None:
         router,
         run_list.router,
         compare.router,
+        code_page.router,
         logs.router,
         run_page.router,
         cluster.router,
@@ -44,9 +48,12 @@ def install(app: FastAPI, annexes: Sequence[Annex]) -> None:
 
 
 async def _answer_unserved(request: Request, exc: Exception) -> Response:
-    """Answer a path that no route serves: a browser gets a page, a program a problem."""
+    """Answer a path that no route serves: a browser gets a page, with the navigation for whoever is
+    logged in; a program gets a problem."""
     problem = problem_of_request(request, exc)
     if "text/html" in request.headers.get("accept", ""):
+        with suppress(ApiProblem, DatabaseUnavailable):
+            await caller_of(request, request.app.state.context)
         return problem_page(request, problem)
     return problem_response(problem)
 

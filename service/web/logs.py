@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from everstep.text import events as event_words
+from everstep.text.words import without_colours
 from everstep.wire import LogLine
 from everstep.wire.events import EventKind
 from service.api.answers import event_answer
@@ -64,6 +66,32 @@ async def get_logs(
         longest=LONGEST_MESSAGE,
         searched_most=_SEARCHED_LINES,
     )
+
+
+@router.get("/logs.txt")
+async def get_all_lines(
+    run: WebRun,
+    context: Context,
+    _caller: WebCaller,
+    rank: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
+    attempt: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
+) -> StreamingResponse:
+    """Return every line as a file, in the order of attempts and time."""
+    view = context.logs.view(run.id, int(rank) if rank else None, int(attempt) if attempt else None)
+    headers = {"Content-Disposition": f'attachment; filename="{run.id}.log"'}
+    return StreamingResponse(_all_lines(view), media_type="text/plain", headers=headers)
+
+
+async def _all_lines(view: LogView) -> AsyncIterator[str]:
+    lines = await view.read(0, _CHUNK_LINES)
+    while lines:
+        yield "".join(
+            f"{line.at:%Y-%m-%dT%H:%M:%S.%fZ} attempt {line.attempt} "
+            f"{'driver' if line.rank is None else f'rank {line.rank}'} {line.level.upper()} "
+            f"{without_colours(line.message)}\n"
+            for line in lines
+        )
+        lines = await view.read(lines[-1].seq, _CHUNK_LINES)
 
 
 async def newest(view: LogView, before: int | None, search: str) -> LogPage:

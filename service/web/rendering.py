@@ -172,6 +172,7 @@ _FILTERS: Final = {
     "early_goodput": early_goodput,
     "clock": clock,
     "headline": headline,
+    "without_colours": cli_words.without_colours,
 }
 _NAVIGATION: Final = (
     PageLink("/runs", "Runs", 10),
@@ -313,22 +314,25 @@ def _finished(request: Request, response: Response) -> Response:
 
 # Curves of a run's metrics, grouped into charts, with marks for its restarts.
 
-MARK_KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RESTORED})
+MARK_KINDS: Final = frozenset({EventKind.STATUS, EventKind.FAILURE, EventKind.RESTORED})
 
 _FIRST: Final = ("loss", "accuracy", "perplexity")
 
 _MOST_MARKS: Final = 200
+_PAUSE: Final = "resumed after a pause"
 
 
-def charts(names: Iterable[str]) -> list[dict[str, Any]]:
+def charts(names: Iterable[str], judged: str = "") -> list[dict[str, Any]]:
     """Return charts for these metrics as ``[{title, names}]``: training and validation of a metric
-    together, the loss first."""
+    together, the one that the run is judged by first, then the loss."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: (name.startswith(PREFIX), name)):
         groups.setdefault(name.removeprefix(PREFIX) or name, []).append(name)
 
+    first = (judged.removeprefix(PREFIX), *_FIRST)
+
     def order(title: str) -> tuple[int, str]:
-        return (_FIRST.index(title) if title in _FIRST else len(_FIRST), title)
+        return (first.index(title) if title in first else len(first), title)
 
     return [{"title": title, "names": groups[title]} for title in sorted(groups, key=order)]
 
@@ -367,7 +371,8 @@ def system_charts(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
-    """Return restarts, newest last: where the run resumed (step, unix seconds) after which failure.
+    """Return restarts, newest last: where the run resumed (step, unix seconds) after which failure,
+    or after a pause.
 
     Args:
         events: history with the kinds in MARK_KINDS.
@@ -377,6 +382,9 @@ def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
     for event in events:
         if event.kind == EventKind.FAILURE:
             why = failure.who(Failure.of(event))
+        elif event.kind == EventKind.STATUS:
+            if event.data.get("to") == RunStatus.PAUSED:
+                why = _PAUSE
         elif event.attempt not in attempts:
             if (attempts or event.attempt > 1) and event.data.get("step") is not None:
                 label = f"attempt {event.attempt}" + (f": {why}" if why else "")
@@ -386,6 +394,7 @@ def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
                         "at": event.at,
                         "attempt": event.attempt,
                         "label": label,
+                        "sign": "▶ after a pause" if why == _PAUSE else f"↻ {event.attempt}",
                     }
                 )
             attempts.add(event.attempt)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from everstep.spec.plain_text import is_sayable
 from everstep.text import failure as failure_words
 from everstep.wire import MOST_NOTES_CHARS, Failure, Run, RunChange, RunStatus, Verdict
-from everstep.wire.events import EventKind
+from everstep.wire.events import EventKind, validation_name
 from service.api import streams
 from service.api.callers import Principal
 from service.api.context import ApiContext, Context
@@ -61,6 +61,7 @@ async def run_page(
         run=run,
         actions=_actions(run, caller),
         ray_job_id=row.ray_job_id,
+        has_code=row.stored_spec.code is not None,
         progress_share=progress_share,
         most_notes_chars=MOST_NOTES_CHARS,
         wandb=await wandb_place(context, row),
@@ -107,6 +108,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         gpus={gpu.rank: gpu for gpu in times.gpus} if run.workers else {},
         rehearsal=await history.get_rehearsal(run, context),
         is_own_code=run.stored_spec.code is not None,
+        judged=validation_name(run.best["metric"]) if run.best else "",
         most_ranks=MOST_RANKS,
         last_seq=run.last_seq,
         **await _from_annexes(context, run, caller),
@@ -158,7 +160,7 @@ async def get_curves(
 ) -> Response:
     """Return charts, their series, the restarts, and the event after which the stream continues.
     Only with ``system`` there are charts of the hosts."""
-    grouped = rendering.charts(run.metrics)
+    grouped = rendering.charts(run.metrics, run.best["metric"] if run.best else "")
     shown = grouped if all else grouped[:_CHARTS]
     if system:
         names = await context.database_call(context.series.names, run.id)
@@ -201,7 +203,7 @@ async def get_checkpoints(
     found = (await checkpoints.list_checkpoints(run, context)).items
     deleted = [each for each in found if each.state == "deleted"]
     kept = [each for each in found if each.state != "deleted"]
-    best, _ = choose(kept, run.id, run.stored_spec.checkpoint, "best")
+    best, _ = choose(kept, run.id, run.stored_spec, "best")
     return await run_page(
         request,
         "checkpoints.html",
@@ -211,7 +213,7 @@ async def get_checkpoints(
         checkpoints=tuple(reversed(kept[-_MOST_CHECKPOINTS:])),
         deleted=tuple(reversed(deleted[-_MOST_CHECKPOINTS:])),
         best=best,
-        best_metric=run.stored_spec.checkpoint.best_metric,
+        best_metric=(run.stored_spec.best_by or ("",))[0],
         num_older=sum(max(0, len(each) - _MOST_CHECKPOINTS) for each in (kept, deleted)),
         may_verify=caller.may("submitter"),
     )

@@ -55,7 +55,8 @@ def make_spec(norm: str = "group", **train: Any) -> RunSpec:
 
 
 def final_state(run_dir: RunDir) -> dict[str, Any]:
-    """Model and training state of the newest checkpoint, without what may differ: clocks."""
+    """Model and training state of the newest checkpoint, without what may differ: clocks, and the
+    attempt in a checkpoint's name."""
     store = CheckpointStore(run_dir)
     manifest = store.list()[-1]
     assert manifest.step == LAST_STEP
@@ -65,6 +66,7 @@ def final_state(run_dir: RunDir) -> dict[str, Any]:
     }
     for name in ("parent", "tail"):
         del files["train_state.pt"][name]
+    (files["train_state.pt"]["best"] or {}).pop("checkpoint", None)
     return files
 
 

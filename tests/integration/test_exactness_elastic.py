@@ -50,6 +50,7 @@ class Bits:
         }
         for name in ("parent", "tail", "bookmarks"):
             del self.files["train_state.pt"][name]
+        (self.files["train_state.pt"]["best"] or {}).pop("checkpoint", None)  # tells the attempt
         self.losses = merged_losses(*outcomes)
         self.evaluations = {
             data["step"]: data["metrics"]

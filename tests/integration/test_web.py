@@ -11,7 +11,9 @@ import asyncio
 import os
 import re
 import signal
+from datetime import datetime
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import pytest
 from playwright.async_api import BrowserContext, Page, expect
@@ -169,7 +171,7 @@ async def test_the_view_of_curves_is_in_the_url_and_they_are_saved(
     story: Story, page: Page
 ) -> None:
     await page.goto(f"/runs/{story.running}")
-    figure = page.locator("figure.chart").first
+    figure = page.locator("figure.chart", has_text="loss").first
     await expect(figure).to_be_visible()
     await page.get_by_label("Smoothing").fill("0.6")
     await page.get_by_label("Logarithmic").check()
@@ -250,6 +252,27 @@ async def test_a_run_is_written_in_the_editor_and_submitted(
     await expect(page.locator("h1")).to_have_text("resnet-width-16")
     [newest] = api.runs.find(RunFilter(), 1)
     assert newest.spec["train"]["epochs"] == 3 and newest.owner == "admin of None"
+
+
+async def test_times_are_in_the_reader_s_zone_and_in_utc_on_hover(
+    api: ApiService, story: Story, context: BrowserContext
+) -> None:
+    assert context.browser is not None
+    tokyo = await context.browser.new_context(timezone_id="Asia/Tokyo")
+    await tokyo.add_cookies(await context.cookies())  # type: ignore[arg-type]
+    page = await tokyo.new_page()
+    await page.goto(f"{api.url}/runs/{story.running}/events")
+    time = page.locator("#events time").first
+    at = datetime.fromisoformat(await time.get_attribute("datetime") or "")
+    assert await time.inner_text() == f"{at.astimezone(ZoneInfo('Asia/Tokyo')):%Y-%m-%d %H:%M:%S}"
+    assert await time.get_attribute("title") == f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    run = api.runs.get(story.running)
+    assert run is not None
+    journal = _journal_behind(api, story.running, run.attempt)
+    evaluated = journal.event(EventKind.EVALUATED, step=561, epoch=11, metrics={"accuracy": 0.5})
+    api.apply(story.running, [evaluated])
+    await expect(page.locator("#events tbody tr").first).to_contain_text("step 561")
+    await expect(time).to_have_text(re.compile(r"^[\d-]+ [\d:]+$"))  # also after an update
 
 
 async def test_a_service_that_is_away_is_told_and_its_return_too(

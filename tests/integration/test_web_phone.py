@@ -75,6 +75,16 @@ async def test_nothing_scrolls_sideways_on_a_phone(
     assert {path: px for path, px in found.items() if px > PHONE_PX} == {}
 
 
+async def test_a_phone_shows_progress_metrics_and_the_account(story: Story, page: Page) -> None:
+    await page.set_viewport_size({"width": PHONE_PX, "height": 844})
+    await page.goto("/runs")
+    for place in (".runs .progress", ".runs .latest", "a.who"):
+        box = await page.locator(place).first.bounding_box()
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= PHONE_PX, place
+    links = await page.locator("nav[aria-label=Main] a").all()
+    assert len({(box := await link.bounding_box()) and box["y"] for link in links}) == 1, "one row"
+
+
 async def test_a_log_line_has_a_line_of_its_own_on_a_phone(story: Story, page: Page) -> None:
     await page.set_viewport_size({"width": PHONE_PX, "height": 844})
     await page.goto(f"/runs/{story.running}/logs")

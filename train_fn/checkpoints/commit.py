@@ -143,7 +143,6 @@ class Committer:
     def retain(self, save: Save, written: Manifest) -> Sequence[str]:
         """Delete the checkpoints that retention releases. Return their names."""
         ctx, spec = self._ctx, self._ctx.spec.checkpoint
-        best_by = (spec.best_metric, spec.best_mode) if spec.best_metric is not None else None
         if not ctx.holds_lease(CONFIRM_S):
             logger.warning("the journal does not answer; old checkpoints stay until it does")
             return ()
@@ -153,7 +152,7 @@ class Committer:
             is_compared = ctx.world_size > 1 and not ctx.spec.runs_own_function
             proven_after = FOUND_WITHIN if is_compared else 0
             return self._store.retain(
-                spec.keep_latest, save.best, origin, written, best_by, proven_after
+                spec.keep_latest, save.best, origin, written, ctx.spec.best_by, proven_after
             )
         except StorageError:
             logger.exception("old checkpoints could not be deleted; the next save tries again")

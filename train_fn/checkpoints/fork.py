@@ -127,12 +127,8 @@ def _candidates(run_dir: RunDir, resume_from: ResumeFrom) -> list[Manifest]:
     if resume_from.step == "latest":
         return lineage[:1]
     if resume_from.step == "best":
-        checkpoint = run_dir.read_spec().checkpoint
-        best = (
-            best_of(lineage, checkpoint.best_metric, checkpoint.best_mode)
-            if checkpoint.best_metric
-            else None
-        )
+        best_by = run_dir.read_spec().best_by
+        best = best_of(lineage, *best_by) if best_by else None
         return [best] if best else []
     return [manifest for manifest in lineage if manifest.step == resume_from.step]
 
@@ -297,7 +293,8 @@ def _with_own_settings(
 def _best(state: Mapping[str, Any], ctx: WorkerContext) -> dict[str, Any] | None:
     """Return the initial state as this run's best so far, if it was evaluated by this run's best
     metric; else None."""
-    wanted, metrics = ctx.spec.checkpoint.best_metric, state["metrics"]
+    wanted, _ = ctx.spec.best_by or (None, "")
+    metrics = state["metrics"]
     metric = wanted if wanted in metrics else f"val_{wanted}"
     if wanted is None or metric not in metrics or state["evaluated_step"] != state["step"]:
         return None

@@ -313,7 +313,8 @@ def _evaluate(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> bool:
     """Evaluate the present state and report its metrics. Return whether it is the best so far."""
     state = replica.state
     reporter.hand_over()
-    metrics = reporter.limited(evaluate(ctx, replica), ctx.spec.checkpoint.best_metric)
+    best_metric, _ = ctx.spec.best_by or (None, "")
+    metrics = reporter.limited(evaluate(ctx, replica), best_metric)
     state.metrics, state.evaluated_step = metrics, state.step
     if metrics:
         facts = {

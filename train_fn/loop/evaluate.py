@@ -374,21 +374,19 @@ def note_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) -
 
     Raises BadTask if ``metrics`` lacks the metric that decides.
     """
-    checkpoint, state = ctx.spec.checkpoint, replica.state
-    if checkpoint.best_metric is None:
+    best_by, state = ctx.spec.best_by, replica.state
+    if best_by is None:
         return False
-    name = (
-        checkpoint.best_metric
-        if checkpoint.best_metric in metrics
-        else f"val_{checkpoint.best_metric}"
-    )
+    wanted, mode = best_by
+    name = wanted if wanted in metrics else f"val_{wanted}"
     if name not in metrics:
+        if ctx.spec.checkpoint.best_metric is None:
+            return False
         raise BadTask(
-            f"checkpoint.best_metric {checkpoint.best_metric!r} is not measured; evaluation gives "
-            f"{sorted(metrics)}"
+            f"checkpoint.best_metric {wanted!r} is not measured; evaluation gives {sorted(metrics)}"
         )
     value = metrics[name]
-    if not is_better(value, state.best.value if state.best else None, checkpoint.best_mode):
+    if not is_better(value, state.best.value if state.best else None, mode):
         return False
     state.best = BestSoFar(name, value, state.step, str(ctx.checkpoint_name(state.step)))
     return True
@@ -403,7 +401,7 @@ def renew_best(ctx: WorkerContext, replica: Replica) -> bool:
     A collective. Return whether the present state is the best one and must be saved.
     """
     best = replica.state.best
-    if best is None or ctx.spec.checkpoint.best_metric is None:
+    if best is None or ctx.spec.best_by is None:
         return False
     kept = replica.peers.share(_kept_best(ctx, best) if ctx.world_rank == 0 else None, 0)
     if kept != best and best.step == replica.state.step:
@@ -416,14 +414,14 @@ def renew_best(ctx: WorkerContext, replica: Replica) -> bool:
 def _kept_best(ctx: WorkerContext, best: BestSoFar) -> BestSoFar | None:
     """Return ``best`` if its checkpoint exists or the storage does not answer, else the best
     checkpoint that exists."""
-    store, spec = ctx.checkpoints, ctx.spec.checkpoint
-    assert spec.best_metric is not None
+    store, best_by = ctx.checkpoints, ctx.spec.best_by
+    assert best_by is not None
     try:
         try:
             store.manifest(best.checkpoint)
             return best
         except (StorageNotFound, CorruptCheckpoint):
-            found = best_of(store.lineage(), spec.best_metric, spec.best_mode)
+            found = best_of(store.lineage(), *best_by)
     except StorageError as exc:
         logger.warning(
             "cannot read whether the best checkpoint %s still exists, so it is assumed to: %s",
@@ -431,7 +429,7 @@ def _kept_best(ctx: WorkerContext, best: BestSoFar) -> BestSoFar | None:
             exc,
         )
         return best
-    value = None if found is None else lookup(found.metrics, spec.best_metric)
+    value = None if found is None else lookup(found.metrics, best_by[0])
     return (
         None
         if found is None or value is None

@@ -103,10 +103,15 @@ class HostWatch:
             "node_id": self._node_id,
             "cpu_cores": round((now.cpu_s - before.cpu_s) / seconds, 3),
             "rss_bytes": now.rss_bytes,
-            "net_in_bytes_per_s": round((now.received_bytes - before.received_bytes) / seconds),
-            "net_out_bytes_per_s": round((now.sent_bytes - before.sent_bytes) / seconds),
+            "net_in_bytes_per_s": _rate(before.received_bytes, now.received_bytes, seconds),
+            "net_out_bytes_per_s": _rate(before.sent_bytes, now.sent_bytes, seconds),
             "seconds": round(seconds, 1),
         }
+
+
+def _rate(before: int, now: int, seconds: float) -> int | None:
+    """Return bytes per second; None if the counters fell, as where an interface vanished."""
+    return None if now < before else round((now - before) / seconds)
 
 
 # ---------------------------------------------------------------- gpu use

@@ -152,7 +152,7 @@ _OF_A_FORK = frozenset({"data", "epoch_began"})
 
 EXACT = (
     "State and samples are exact: every sample of an epoch is used exactly once, whatever dies and "
-    "at any world size; the ledger proves it."
+    "at any world size; a count of all of them proves it."
 )
 UP_TO_LOADER = "The state is exact; which samples a step sees after a restart is up to your loader."
 LOADER_RESTORED = (

@@ -121,7 +121,7 @@ class KeyedDataset(Dataset[Loaded]):
     def guarantee(self) -> str:
         return (
             "Every sample of an epoch is used exactly once, whatever dies and at any world size; "
-            "the ledger proves it."
+            "a count of all of them proves it."
         )
 
     def first(self, micro: MicroBatch) -> Loaded:

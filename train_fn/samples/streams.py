@@ -91,7 +91,7 @@ class StreamSet:
             f"restart goes on in each of them at the very sample, {how}. At another world size "
             "streams move to other ranks and global batches stay the same, provided that the data "
             "set divides itself by torch.utils.data.get_worker_info() alone, and not by rank. The "
-            "ledger proves that no place of a stream was skipped or used twice; whether all "
+            "count proves that no place of a stream was skipped or used twice; whether all "
             "streams together hold every sample once, and in which order, is up to the data set."
             f"{told}{alike}"
         )

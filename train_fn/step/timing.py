@@ -90,10 +90,10 @@ WINDOW_S = 5.0
 """Shortest time in seconds over which steps are collected for one comparison."""
 WINDOW_STEPS = 20
 """Fewest steps in one comparison."""
-PERSISTS = 3
-"""Consecutive windows for which a rank must be slow, or no longer slow, before this is reported. A
-rank that is busy for a moment is not a straggler."""
-SLOW_RATIO = 1.15
+PERSISTS = 12
+"""Consecutive windows for which a rank must be slow, or no longer slow, before this is reported: a
+minute at least. A rank that is busy for a moment is not a straggler."""
+SLOW_RATIO = 1.5
 """A straggler takes at least this many times as long as its peers for the same work, …"""
 SLOW_S = 0.003
 """… and is slower by more than this many seconds in a step."""

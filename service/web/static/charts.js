@@ -315,7 +315,7 @@
     });
   }
 
-  // A dashed line with the attempt's number wherever the run resumed after a restart.
+  // A dashed line with a sign wherever the run resumed: the attempt's number after a restart.
   function drawMarks(u, axis) {
     const { ctx, bbox } = u;
     ctx.save();
@@ -333,7 +333,7 @@
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      const words = `↻ ${mark.attempt}`;
+      const words = mark.sign;
       const width = ctx.measureText(words).width + 10 * devicePixelRatio;
       const left = Math.min(x + 3 * devicePixelRatio, bbox.left + bbox.width - width);
       if (left < free) continue;

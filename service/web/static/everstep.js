@@ -25,6 +25,27 @@
     document.dispatchEvent(new Event("everstep:theme"));
   }
 
+  // ---------------------------------------------------------------- times in the reader's zone, in UTC on hover
+
+  const pad = (number, width = 2) => String(number).padStart(width, "0");
+  const clockOf = (at) => `${pad(at.getHours())}:${pad(at.getMinutes())}:${pad(at.getSeconds())}`;
+  const dayOf = (at) => `${at.getFullYear()}-${pad(at.getMonth() + 1)}-${pad(at.getDate())}`;
+
+  function toLocal() {
+    for (const each of document.querySelectorAll("time[datetime]:not([data-local])")) {
+      const at = new Date(each.dateTime);
+      each.dataset.local = "";
+      if (each.matches(".short")) each.textContent = `${clockOf(at)}.${pad(at.getMilliseconds(), 3)}`;
+      else if (each.matches(".clock")) each.textContent = `${dayOf(at)} ${clockOf(at)}`;
+      else each.title = `${dayOf(at)} ${clockOf(at)} (${each.title})`;
+    }
+  }
+
+  const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
+  byId("zone").textContent = `Times are in your time zone (${zone}); hover over one for UTC.`;
+  toLocal();
+  document.addEventListener("htmx:load", toLocal);
+
   // ---------------------------------------------------------------- the service is unreachable
 
   const banner = byId("connection");
@@ -32,8 +53,7 @@
 
   function away() {
     if (!banner.hidden) return;
-    const at = lastHeard.toISOString().slice(11, 19);
-    banner.textContent = `The service does not respond. This page shows the state at ${at} UTC; retrying.`;
+    banner.textContent = `The service does not respond. This page shows the state at ${clockOf(lastHeard)}; retrying.`;
     banner.hidden = false;
   }
 

@@ -187,7 +187,16 @@ async def test_logs_are_printed_without_control_characters(api: ApiService) -> N
             ["a1", "r0", "ERROR"],
             ["a1", "r0", "ERROR"],
         ]
-        assert lines[0].endswith("plain") and "\x1b" not in "".join(lines) and "evil" in lines[2]
+        assert lines[0].endswith("plain") and lines[2].endswith("lines ")
+    for options, shown in (
+        (["--tail", "1"], ["ERROR", "ERROR"]),
+        (["--tail", "9", "-f", "--level", "warning"], ["ERROR", "ERROR"]),
+        (["--tail", "0"], []),
+        (["--level", "critical"], []),
+    ):
+        lines = (await everstep("logs", run_id, *options)).stdout.splitlines()
+        assert [line.split()[3] for line in lines] == shown, options
+    assert "critical" in (await everstep("logs", run_id, "--level", "loud")).stderr
     [first, second] = map(
         json.loads, (await everstep("logs", run_id, "--json")).stdout.splitlines()
     )

@@ -73,7 +73,7 @@ async def test_the_command_waits_and_prints_the_report(api: ApiService, as_json:
         "first step 0.3 s",
         "2 -> 2",
         "process 101 on node node-2",
-        "in parity: mean 0.5",
+        "continues as before: mean 0.5",
     ):
         assert words in result.stdout, words
     watched = (await everstep("show", run.id)).stdout

@@ -80,3 +80,4 @@ def test_every_steering_character_is_escaped_in_json_and_replaced_in_words() -> 
         and printable("é 漢 👩‍💻 שלום") == "é 漢 👩‍💻 שלום"
     )
     assert printable_lines("a\nb\x9b") == "a\nb\ufffd"
+    assert printable("\x1b[1;31mred\x1b[0m \x1b]0;title\x07end") == "red end"

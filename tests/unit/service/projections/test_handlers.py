@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from everstep.spec.parsing import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow, MetricPoint
@@ -35,6 +34,11 @@ def test_an_attempt_counts_and_clears_what_the_run_waited_for() -> None:
         event(EventKind.ATTEMPT_STARTED, attempt=4, world_size=1, workers=WORKERS),
     ).columns
     assert (later["attempt"], later["restarts"]) == (4, 1)
+    resumed = project(
+        run_row(RunStatus.STARTING, attempt=1, restarts=2),
+        event(EventKind.ATTEMPT_STARTED, attempt=2, world_size=1, workers=WORKERS),
+    ).columns
+    assert (resumed["attempt"], resumed["restarts"]) == (2, 2), "its owner had paused it"
 
 
 def test_training_makes_a_run_running_where_that_is_legal() -> None:
@@ -85,23 +89,13 @@ def test_metrics_move_the_run() -> None:
     assert project(run_row(), event(EventKind.METRICS, points=[])).columns == {}
 
 
-def test_the_last_epoch_stays_in_progress() -> None:
+def test_epochs_done_are_counted_as_checkpoints_count_them() -> None:
+    """A checkpoint of the last step is of epoch 3 of 3."""
     known = replace(run_row(), total_steps=30, steps_per_epoch=10)
-    assert project(known, event(EventKind.EPOCH_COMPLETED, epoch=0)).columns == {"epoch": 1}
-    assert project(known, event(EventKind.EPOCH_COMPLETED, epoch=2)).columns == {"epoch": 2}
-
-
-def test_the_epochs_of_a_users_own_loop_are_not_bound_by_the_spec() -> None:
-    code = {"archive": "sha256:" + "0" * 64, "train_fn": "train:train_fn"}
-    own = replace(run_row(), spec=parse_spec({"name": "own", "code": code}).model_dump(mode="json"))
-    unknown = project(own, event(EventKind.EPOCH_COMPLETED, epoch=6)).columns
-    assert unknown == {"epoch": 7}
-    known = replace(own, total_steps=80, steps_per_epoch=10)
-    for epoch, shown in ((6, 7), (7, 7)):
-        ended = project(known, event(EventKind.EPOCH_COMPLETED, epoch=epoch)).columns
-        assert ended == {"epoch": shown}
-    points = [{"step": 35, "at": NOON, "values": {"loss": 1.0}}]
-    assert project(known, event(EventKind.METRICS, points=points)).columns["epoch"] == 3
+    for step, epoch in ((29, 2), (30, 3)):
+        points = [{"step": step, "at": NOON, "values": {"loss": 1.0}}]
+        assert project(known, event(EventKind.METRICS, points=points)).columns["epoch"] == epoch
+    assert project(known, event(EventKind.EPOCH_COMPLETED, epoch=2)).columns == {"epoch": 3}
 
 
 @pytest.mark.parametrize("name", ["accuracy", "val_accuracy"])

@@ -42,6 +42,17 @@ async def test_a_line_that_is_read_late_takes_its_place(api: ApiService, browser
     assert (await shown(browser, path))[0] == ["at 00010.00", "at 00020.00", "at 00030.00"]
 
 
+async def test_all_lines_are_downloaded_without_colours(api: ApiService, browser: Browser) -> None:
+    run_id, _ = await api.running()
+    write(api, run_id, 0, 1, *range(1500))
+    with RankLogWriter(RunDir(api.storage, run_id), 1, 1, 1) as writer:
+        writer.write([LogRecord(NOON, "warning", "\x1b[31mred\x1b[0m")])
+    text = (await browser.http.get(f"/runs/{run_id}/logs.txt")).text
+    assert len(text.splitlines()) == 1501 and "attempt 1 rank 1 WARNING red\n" in text
+    assert (await browser.http.get(f"/runs/{run_id}/logs.txt?rank=1")).text.count("\n") == 1
+    assert "\x1b" not in await browser.page(f"/runs/{run_id}/logs")
+
+
 async def test_pages_of_many_ranks_join(api: ApiService, browser: Browser) -> None:
     run_id, _ = await api.running()
     write(api, run_id, None, 0, *(at * 7.0 for at in range(400)))

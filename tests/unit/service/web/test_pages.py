@@ -39,6 +39,7 @@ async def test_empty_pages_say_what_to_do(browser: Browser) -> None:
     assert "Choose runs" in await browser.page("/compare")
     assert (await browser.http.get("/")).headers["location"] == "/runs"
     assert "does not exist" in await browser.page("/runs/run_000000000000", 404)
+    assert 'aria-label="Main"' in await browser.page("/no/such/page", 404), "with navigation"
 
 
 async def test_runs_are_searched_filtered_and_paged(api: ApiService, browser: Browser) -> None:

@@ -26,7 +26,14 @@ async def runs_of(api: ApiService, *metrics: dict[str, float]) -> list[Run]:
 async def test_axes_are_what_differs_and_what_was_measured(api: ApiService) -> None:
     runs = await runs_of(api, {"loss": 0.5}, {"loss": 1.0, "val_loss": 2.0}, {"loss": 0.75})
     specs: list[dict[str, Any]] = [
-        {"name": f"run {number}", "tags": {"n": str(number)}, "lr": lr, "model": model, "same": 1}
+        {
+            "name": f"run {number}",
+            "tags": {"n": str(number)},
+            "code": {"archive": f"sha256:{number}{'a' * 63}"},
+            "lr": lr,
+            "model": model,
+            "same": 1,
+        }
         for number, (lr, model) in enumerate([(1e-5, "small"), (1e-3, "large"), (1e-1, None)])
     ]
     drawn = picture(runs, specs)
@@ -53,6 +60,10 @@ async def test_compared_runs_have_a_picture_and_differences(api: ApiService) -> 
     api.apply(other, [*(journal := Journal()).start(), journal.steps(1, **{HOSTILE: 2.0})])
     html = await browser.page(f"/compare?run={one.id}&run={other}")
     assert "Parallel coordinates" in html and ">train.seed<" in html and HOSTILE not in html
+    api.apply(other, [journal.steps(2, loss=0.25)])
+    html = await browser.page(f"/compare?run={one.id}&run={other}")
+    assert html.index("Differences of the specs") < html.index("Side by side")
+    assert html.count('tag best">best') == 1 and ">0.25 <span" in html
     assert "Side by side" in await browser.page(f"/compare?run={queued}")
 
 

@@ -52,6 +52,11 @@ async def test_a_run_through_a_failure_is_told(api: ApiService, browser: Browser
     assert [(mark["step"], mark["label"]) for mark in curves["marks"]] == [
         (5, "attempt 2: node_lost of rank 1")
     ]
+    api.apply(run_id, [journal.event(EventKind.FINISHED, outcome="stopped", step=6)])
+    journal.attempt = 3
+    api.apply(run_id, journal.start(step=6, world_size=1))
+    curves = (await browser.http.get(f"/runs/{run_id}/curves.json")).json()
+    assert [mark["sign"] for mark in curves["marks"]] == ["↻ 2", "▶ after a pause"]
     assert curves["seq"] == api.runs.get(run_id).last_seq  # type: ignore[union-attr]
     shown = text_of(await browser.page(f"/runs/{run_id}/events"))
     assert "attempt 2 with 1 rank" in shown and "failure: node_lost of rank 1" in shown
@@ -144,7 +149,7 @@ async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(
     assert (
         "12.5 ms" in html
         and "87.5 ms" in html
-        and "Rank 1 on node <code>node-2</code> has been a straggler" in html
+        and "Rank 1 on node <code>node-2</code> has held the others up" in html
     )
     assert "GPU 85 %, 7 B of 10 B" in html
     refused = await browser.send(path, f"{path}/profiles", rank="7", steps="2")
@@ -218,6 +223,23 @@ async def test_deleted_checkpoints_are_folded_away_and_the_best_is_marked(
     assert "4 deleted checkpoints" in html and "tag best" not in html
 
 
+async def test_the_page_leads_with_the_metric_that_the_run_is_judged_by(
+    api: ApiService, browser: Browser
+) -> None:
+    run_id, journal = await api.running()
+    for step, loss in ((10, 0.25), (20, 0.5)):
+        values = {"loss": loss, "f1": loss}
+        api.apply(run_id, [journal.event(EventKind.EVALUATED, step=step, epoch=0, metrics=values)])
+    text = text_of(await browser.page(f"/runs/{run_id}"))
+    assert "Best val_loss 0.25 at step 10; latest 0.5 Steps" in text
+    api.apply(run_id, [journal.steps(21, loss=1.0)])
+    charts = (await browser.http.get(f"/runs/{run_id}/curves.json")).json()["charts"]
+    assert charts[0]["names"] == ["loss", "val_loss"]
+    save(api, run_id, journal, 5)
+    fork = await api.create(resume_from={"run_id": run_id, "step": 5})
+    assert f"forked from step 5 of {run_id}" in text_of(await browser.page(f"/runs/{fork}"))
+
+
 async def test_specs_are_compared(api: ApiService, browser: Browser) -> None:
     one, two = (
         await api.create(train={"epochs": 3}),
@@ -230,6 +252,8 @@ async def test_specs_are_compared(api: ApiService, browser: Browser) -> None:
             and "tags.x" in html
             and "train.seed" not in html.split("Resolved spec")[0]
         )
+    short = (await browser.page(f"/runs/{one}/spec")).split("Resolved spec")[0]
+    assert "epochs: 3" in short and "seed" not in short
     await browser.page("/compare?" + "&".join(f"run=run_{index:012d}" for index in range(9)), 422)
 
 

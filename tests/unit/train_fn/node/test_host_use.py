@@ -35,7 +35,7 @@ def test_reports_are_of_the_time_since_the_last() -> None:
     host = Host(
         HostSample(100.0, 5.0, 10, 1000, 0),
         HostSample(110.0, 20.0, 30, 3000, 500),
-        HostSample(170.0, 50.0, 20, 3000, 500),
+        HostSample(170.0, 50.0, 20, 3000, 100),
     )
     watch = HostWatch(host.emit, 1, 2, "node-a", host.sample, first_s=0.001, every_s=0.001)
     with watch:
@@ -51,6 +51,7 @@ def test_reports_are_of_the_time_since_the_last() -> None:
         "seconds": 10.0,
     }
     assert (second["cpu_cores"], second["rss_bytes"], second["net_in_bytes_per_s"]) == (0.5, 20, 0)
+    assert second["net_out_bytes_per_s"] is None, "an interface vanished with its counters"
 
 
 def test_a_large_group_reports_less_often_and_a_short_attempt_not_at_all() -> None:

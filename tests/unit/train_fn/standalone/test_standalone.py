@@ -91,6 +91,7 @@ def newest(run_dir: RunDir) -> dict[str, Any]:
     }
     for name in ("parent", "tail"):
         del files["train_state.pt"][name]
+    (files["train_state.pt"]["best"] or {}).pop("checkpoint", None)  # its name tells the attempt
     return files
 
 
