@@ -20,8 +20,8 @@ from train_fn.loop.first_pass import join
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.step import OwnStep, ShardedStep, StepExchange, TreeStep
 from train_fn.samples.loader import Loader
-from train_fn.session.report import speed_of
 from train_fn.session.session import Session
+from train_fn.session.speed import speed_of
 from train_fn.snapshots.forgotten import sweep_forgotten
 from train_fn.snapshots.keeper import Restored
 from train_fn.state.contents import sketch_weights

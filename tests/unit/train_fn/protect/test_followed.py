@@ -51,6 +51,9 @@ class Loop:
     def begin_step(self) -> None:
         pass
 
+    def waited(self, seconds: float) -> None:
+        pass
+
     def gather(self, value: Any) -> list[Any]:
         return [value, *self.other_ranks]
 
