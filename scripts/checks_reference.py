@@ -73,6 +73,7 @@ OF_FILES = {
     "train_fn/samples/ledger.py": (Moment.STEP, "none"),
     "train_fn/samples/streams.py": (Moment.STEP, "none"),
     "train_fn/session/speed.py": (Moment.BUILT, "none"),
+    "train_fn/samples/token_batches.py": (Moment.BUILT, "none"),
     "train_fn/snapshots/restore.py": (Moment.RESTORED, "none"),
     "train_fn/snapshots/pieces.py": (Moment.STEP, "a digest of buffers and extras"),
     "train_fn/snapshots/whole.py": (Moment.RESTORED, "none"),

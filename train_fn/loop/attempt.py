@@ -100,8 +100,10 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     if state.bookmarks is not None:
         state.bookmarks.exchange(state.step, replica.peers.gather)
     facts = totals.facts
-    waited_s = max(totals.data_s)
-    step_s = session.reporter.step_done(values, facts.num_samples, state.chain.newest, waited_s)
+    waited_s, num_tokens = max(totals.data_s), replica.plans.of(state.step - 1).num_tokens
+    step_s = session.reporter.step_done(
+        values, facts.num_samples, state.chain.newest, waited_s, num_tokens
+    )
     if training.stragglers is not None:
         training.stragglers.note(state.step - 1, totals.own_s, step_s)
     if facts.checkpoint_step > progress.reported_checkpoint:

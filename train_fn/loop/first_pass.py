@@ -57,8 +57,8 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
         replica.wrapped = replica.step_module
     else:
         replica.wrapped = wrap(replica.step_module, replica.peers.device)
-    first = replica.sampler.global_batch(0, 0)[: replica.sampler.micro_batch_size]
-    batch = replica.load(MicroBatch(0, 0, first)).batch
+    micro = replica.sampler.first_micro_batch()
+    first, batch = micro.indices, replica.load(micro).batch
     if batch is None and replica.exchanges_in_forward:
         raise BadTask(
             f"{where(replica.task, 'collate')} returned None for the first micro-batch; a model "
@@ -73,12 +73,14 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
         replica.nothing = empty_like(batch) if replica.exchanges_in_forward else None
     loaded = sketch(batch)
     replica.state.task = replica.task_state.capture()
+    # Samples of several lengths do not take the same.
+    is_one_size = batch is not None and replica.sampler.tokens_in(0, 0) is None
     flops = replica.ctx.remembered.get("flops")  # to count takes longer than the pass
-    if flops is None and replica.shards is None:
+    if flops is None and is_one_size and replica.shards is None:
         flops = counted_flops(replica.task, replica.state.model, batch, len(first))
     if begins:
         try_pieces(replica, batch, len(first))
-    count = FlopCount() if flops is None and batch is not None else None
+    count = FlopCount() if flops is None and is_one_size else None
     replica.volatile = run_first_pass(
         replica, batch, loaded, first, is_fresh=is_fresh, count=count or nullcontext()
     )

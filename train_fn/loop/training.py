@@ -220,5 +220,6 @@ def watch_stragglers(ctx: WorkerContext, replica: Replica) -> StragglerWatch | N
         return None
     node_ids = replica.peers.gather(ctx.node_id)
     sampler = replica.sampler
-    shares = [len(sampler.share(0, 0, rank, ctx.world_size)) for rank in range(ctx.world_size)]
+    ranks, world_size = range(ctx.world_size), ctx.world_size
+    shares = [len(sampler.share(0, sampler.fullest, rank, world_size)) for rank in ranks]
     return StragglerWatch(ctx.journal.emit, node_ids, shares) if ctx.world_rank == 0 else None

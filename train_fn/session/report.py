@@ -67,6 +67,7 @@ class Reporter:
         num_samples: int | None,
         proof: dict[str, Any] | None = None,
         waited_s: float | None = None,
+        num_tokens: int | None = None,
     ) -> float:
         """Report a step's metrics. Return the seconds since the step before it.
 
@@ -76,6 +77,7 @@ class Reporter:
             proof: digests of the step, complete before it is sent; None for a user's own loop.
             waited_s: how long a rank waited for its data, the longest of all ranks; None if that is
                 not known.
+            num_tokens: tokens of the global batch; None if no lengths of samples say it.
         """
         now, at = time.perf_counter(), head_clock.now()
         step_s, self._step_began = now - self._step_began, now
@@ -85,6 +87,8 @@ class Reporter:
         if num_samples is not None:
             values["samples_per_s"] = samples_per_s = num_samples / step_s
             values.update(self._speed.figures(samples_per_s))
+        if num_tokens is not None:
+            values["tokens_per_s"] = num_tokens / step_s
         if waited_s is not None:
             values[DATA_WAIT] = min(1.0, waited_s / step_s)
         point = {"step": self._state.step, "at": at, "values": values}

@@ -270,6 +270,8 @@ class StepPlan(NamedTuple):
     """The ledger's hash of each micro-batch's samples."""
     expected: Expected
     """What the rank sends about its samples if the loader yields all of these."""
+    num_tokens: int | None = None
+    """Tokens in the global batch, if its samples have a known length."""
 
 
 class StepPlans:
@@ -288,29 +290,29 @@ class StepPlans:
 
     def _plan(self, first: int) -> list[StepPlan]:
         sampler = self._sampler
-        shares: list[tuple[int, list[MicroBatch]]] = []
+        shares: list[tuple[int, int | None, list[MicroBatch]]] = []
         places: list[tuple[int, int]] = []
         num_samples = 0
         while len(shares) < _MOST_STEPS and num_samples < _MOST_SAMPLES:
             step = first + len(shares)
             epoch, k = divmod(step, sampler.steps_per_epoch)
             share = sampler.share(epoch, k, self._rank, self._world_size)
-            shares.append((sampler.size_of(k), share))
+            shares.append((sampler.size_of(k), sampler.tokens_in(epoch, k), share))
             places += [(epoch, step)] * len(share)
             num_samples += sum(len(micro.indices) for micro in share)
         hashes = iter(
-            sample_hashes(places, [micro.indices for _, share in shares for micro in share])
+            sample_hashes(places, [micro.indices for *_, share in shares for micro in share])
         )
-        of_steps = [[next(hashes) for _ in share] for _, share in shares]
+        of_steps = [[next(hashes) for _ in share] for *_, share in shares]
         sums = [sum(each) & MASK64 for each in of_steps]
         encoded = encode_hashes(sums, self._world_size)
         counts = [
             Count(sum(len(micro.indices) for micro in share), 0, 0, total)
-            for (_, share), total in zip(shares, sums, strict=True)
+            for (*_, share), total in zip(shares, sums, strict=True)
         ]
         return [
-            StepPlan(size, share, of_step, Expected(count, encoded_hash))
-            for (size, share), of_step, count, encoded_hash in zip(
+            StepPlan(size, share, of_step, Expected(count, encoded_hash), tokens)
+            for (size, tokens, share), of_step, count, encoded_hash in zip(
                 shares, of_steps, counts, encoded, strict=True
             )
         ]
