@@ -66,6 +66,7 @@ OF_FILES = {
     "train_fn/protect/loop_state.py": (Moment.RESTORED, "8 samples of the data set"),
     "train_fn/protect/protected.py": (Moment.STEP, "none"),
     "train_fn/protect/training.py": (Moment.BUILT, "none"),
+    "train_fn/ray_train/ray_data.py": (Moment.BUILT, "none"),
     "train_fn/ray_train/user_function.py": (Moment.BUILT, "none"),
     "train_fn/user_code/function.py": (Moment.BUILT, "none"),
     "train_fn/recovery/error_text.py": (Moment.BUILT, "none"),
