@@ -31,7 +31,7 @@ from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.recovery.settings import take_environment
-from train_fn.session.report import Speed, counted_flops, declared, peak_flops_per_s
+from train_fn.session.speed import Speed, counted_flops, declared, peak_flops_per_s
 from train_fn.standalone.command import run_local
 from train_fn.state.optim import build_optimizer
 from train_fn.step.precision import autocast

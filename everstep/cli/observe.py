@@ -155,6 +155,7 @@ def _fields(run: Run) -> list[tuple[str, object]]:
             else f"{words.progress(run)}, {words.count(run.epoch, 'epoch')} done",
         ),
         ("ranks", run.world_size),
+        ("speed", words.speed(run.metrics)),
         ("metrics", words.numbers(run.metrics) or None),
         (
             "best",

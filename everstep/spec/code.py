@@ -76,6 +76,9 @@ class CodeSpec(Frozen):
     (``-m pkg.train``). Every rank runs it, in the environment that torchrun gives."""
     train_fn: EntryPoint | None = None
     """Ray Train function as ``package.module:function``, which runs its own loop."""
+    datasets: EntryPoint | None = None
+    """Function as ``package.module:function`` that returns ``{name: ray.data.Dataset}`` for
+    ``ray.train.get_dataset_shard`` in the train_fn."""
     args: Arguments = Field(default_factory=dict)
     """Keyword arguments of the task class."""
     config: Arguments = Field(default_factory=dict)
@@ -93,6 +96,17 @@ class CodeSpec(Frozen):
             raise PydanticCustomError(
                 "one_entry_point",
                 "set exactly one of task, script and train_fn: the entry point to run",
+            )
+        return value
+
+    @field_validator("datasets")
+    @classmethod
+    def _of_a_train_fn(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("train_fn", "") is None:
+            raise PydanticCustomError(
+                "datasets_of_none",
+                "are those of a train_fn: a task or script builds its own data. Leave datasets "
+                "out, or set train_fn",
             )
         return value
 

@@ -142,7 +142,11 @@ PATTERNS = {
     "HF_HOME",
 }
 """What to say of a text that a pattern does not fit, in place of the pattern."""
-_MEANT = {"batch_size": "global_batch_size", "learning_rate": "lr"}
+_MEANT = {
+    "batch_size": "global_batch_size",
+    "global_batch_tokens": "batch_by",
+    "learning_rate": "lr",
+}
 """Names of fields elsewhere, and ours."""
 MAX_FAULTS = 50
 """Most faults that are described; further ones are only counted."""

@@ -313,7 +313,7 @@ class RunSpec(Frozen):
 
     @property
     def micro_batch_size(self) -> int:
-        """Return the micro-batch size in samples, with ``auto`` resolved."""
+        """Return the micro-batch size, with ``auto`` resolved."""
         return _micro_batch_size(self.train, self.scaling)
 
 

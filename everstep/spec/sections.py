@@ -115,11 +115,16 @@ class TrainSpec(Frozen):
     """Passes over the training set."""
     max_steps: PositiveInt | None = None
     """Train this many optimizer steps, in as many epochs as they take, whatever ``epochs`` says."""
+    batch_by: Literal["samples", "tokens"] = "samples"
+    """What ``global_batch_size`` and ``micro_batch_size`` count. ``tokens`` puts samples of about
+    the same length together, as many as fit, padding included: the data sets give ``lengths``, a
+    number for each sample. No global batch has more, and a micro-batch only if a single sample
+    does."""
     global_batch_size: PositiveInt = 128
-    """Samples per optimizer step, independent of the world size."""
+    """Samples, or tokens, per optimizer step, independent of the world size."""
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
-    """Samples per forward pass. It does not matter which rank runs which micro-batch. ``auto``
-    picks a size that divides well over likely world sizes."""
+    """Samples, or tokens, per forward pass. It does not matter which rank runs which micro-batch.
+    ``auto`` picks a size that divides well over likely world sizes."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of forward and backward; fp16 uses a loss scaler."""
     grad_clip_norm: PositiveFiniteFloat | None = None

@@ -60,6 +60,18 @@ async def readyz(response: Response, context: Context) -> Readiness:
 _BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
+_SPEEDS: Final = {
+    "samples_per_s": ("everstep_run_samples_per_second", "Samples per second of a training run."),
+    "tokens_per_s": ("everstep_run_tokens_per_second", "Tokens per second of a training run."),
+    "mfu": ("everstep_run_mfu_ratio", "Share of its devices' peak FLOP/s that a run uses."),
+    "data_wait": (
+        "everstep_run_data_wait_ratio",
+        "Share of a run's newest step in which a rank waited for its loader.",
+    ),
+}
+"""Metric of a step -> name and help of the gauge. Nothing is shown where it is not known."""
+
+
 class Figures:
     """The metrics registry of one app."""
 
@@ -114,12 +126,17 @@ class _StateCollector(Collector):
         now = self._context.clock()
         oldest: dict[str, float] = {}
         ranks: dict[str, int] = {}
+        speeds = [GaugeMetricFamily(*each, labels=("project", "run")) for each in _SPEEDS.values()]
         for run in self._context.runs.live():
             oldest.setdefault(run.project, 0.0)
             ranks[run.project] = ranks.get(run.project, 0) + (run.world_size or 0)
             if run.status == RunStatus.QUEUED:
                 waited_s = max(0.0, now - run.time_ledger["at_us"] / 1e6)
                 oldest[run.project] = max(oldest[run.project], waited_s)
+            elif run.status == RunStatus.RUNNING:
+                for name, family in zip(_SPEEDS, speeds, strict=True):
+                    if (value := run.metrics.get(name)) is not None:
+                        family.add_metric((run.project, run.id), value)
         waiting = GaugeMetricFamily(
             "everstep_queue_oldest_seconds",
             "How long the oldest QUEUED run has been waiting; 0 without one.",
@@ -131,6 +148,7 @@ class _StateCollector(Collector):
             training.add_metric((project,), ranks[project])
         yield waiting
         yield training
+        yield from speeds
 
     def _time(self) -> Iterator[GaugeMetricFamily]:
         """Yield gauges: time may move between buckets later, and a counter must never decrease."""

@@ -21,6 +21,7 @@ from storage.run_dir import RunDir
 
 _SAME: Final = (
     ("train", "global_batch_size"),
+    ("train", "batch_by"),
     ("train", "seed"),
     ("optimizer", "name"),
     ("task", "data", "name"),

@@ -168,6 +168,7 @@ _FILTERS: Final = {
     "span": span,
     "size": cli_words.size,
     "number": cli_words.number,
+    "speed": cli_words.speed,
     "percent": percent,
     "early_goodput": early_goodput,
     "clock": clock,

@@ -7,8 +7,12 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 
 from tests.integration import moving_buffers, trainees
 from tests.integration.model_kinds import clip_task
@@ -96,6 +100,42 @@ class MeasuredTask(moving_buffers.MovingTask):
 def measured_task() -> None:
     by_slices()
     build.build_task = lambda spec: MeasuredTask()
+
+
+class Texts(Dataset[torch.Tensor]):
+    """Sequences of 2 to 40 tokens."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.lengths = np.random.default_rng(num_samples).integers(2, 41, num_samples)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.arange(index, index + int(self.lengths[index])) % 11 + 1
+
+
+class PaddedTexts:
+    """A task of texts, whose loss is a sum over tokens that are no padding."""
+
+    def build_model(self) -> torch.nn.Module:
+        layers = torch.nn.Embedding(12, 8, padding_idx=0), torch.nn.Dropout(0.1)
+        return torch.nn.Sequential(*layers, torch.nn.Linear(8, 12))
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": Texts(160), "val": Texts(30)}
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return pad_sequence(samples, batch_first=True)
+
+    def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        found, wanted = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+        loss_sum = cross_entropy(found, wanted, ignore_index=0, reduction="sum")
+        return loss_sum, int((wanted != 0).sum())
+
+
+def padded_texts() -> None:
+    build.build_task = lambda spec: PaddedTexts()
 
 
 def exchanging_model() -> None:

@@ -16,7 +16,7 @@ from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
-from tests.integration.elastic_setups import KILLED_RANK, KILLED_STEP
+from tests.integration.elastic_setups import KILLED_RANK, KILLED_STEP, Texts
 from tests.integration.moving_buffers import SPEC as MOVING_SPEC
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, make_spec, merged_losses
@@ -26,6 +26,7 @@ from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
 from tests.integration.test_silent_collectives import AHEAD, BLOCKING
 from tests.support.silent_backend import SilentOptions
 from tests.support.two_groups import only_in_chaos
+from train_fn.samples.token_batches import token_sampler
 
 SETUPS = "tests.integration.elastic_setups"
 MAX_WORKERS = 5
@@ -129,6 +130,25 @@ def test_a_users_state_and_metrics_are_the_same_bits(tmp_path: Path) -> None:
     spec, setup = elastic(MOVING_SPEC), f"{SETUPS}:measured_task"
     alone = at_world_size(1, spec, setup, tmp_path)
     at_world_size(3, spec, setup, tmp_path).require_same(alone)
+
+
+def test_batches_by_tokens_are_the_same_over_a_death_and_at_any_world_size(tmp_path: Path) -> None:
+    tokens = {"batch_by": "tokens", "global_batch_size": 300, "micro_batch_size": 80}
+    spec, setup = elastic(MOVING_SPEC, **tokens, max_steps=12), f"{SETUPS}:padded_texts"
+    run_dir = make_run_dir(tmp_path, "run_1")
+    outcome = train_to_end(Job(run_dir, spec, 1, setup=setup), tmp_path)
+    over_changes(spec, setup, tmp_path).require_same(alone := Bits(run_dir, outcome))
+    assert len(alone.losses) == 12
+    lengths = Texts(160).lengths
+    sampler = token_sampler(spec.train, 80, Texts(160), None, "train")
+    points = [each for data in outcome.of_kind(EventKind.METRICS) for each in data["points"]]
+    for step, point in enumerate(points):
+        values, batch = (
+            point["values"],
+            sampler.global_batch(*divmod(step, sampler.steps_per_epoch)),
+        )
+        assert values["tokens_per_s"] * values["step_s"] == pytest.approx(lengths[batch].sum())
+        assert "tflops_per_s" not in values, "the first batch says nothing of the others"
 
 
 def test_the_same_ranks_differ_in_their_last_bits_without_it(tmp_path: Path) -> None:

@@ -76,6 +76,17 @@ def test_a_killed_rank_costs_no_step(place: str, kept: int, rank: int, tmp_path:
     assert found == expected
 
 
+@pytest.mark.parametrize(("place", "step"), [("batch", 21), *only_in_chaos(("torn", 22))])
+def test_a_batch_sampler_of_ones_own_goes_on_at_its_very_batch(
+    place: str, step: int, tmp_path: Path
+) -> None:
+    twin = job_of(tmp_path, "whole", loop="packed")
+    whole = train_to_end(twin)
+    job, ended, found = killed_and_resumed(tmp_path, "packed", (1, 21, place))
+    assert found == step and ended.weights == whole.weights
+    assert losses(job) == losses(twin) and len(losses(job)) == 40
+
+
 @pytest.mark.parametrize("has_loader", [False, True])
 def test_what_one_rank_does_at_an_epoch_s_end_is_done_though_it_dies_there(
     has_loader: bool, tmp_path: Path

@@ -154,6 +154,7 @@ def _rank_main(job: LoopJob, rank: int, base: str) -> None:
             "folds": folds,
             "gan": gan,
             "own": own_data,
+            "packed": packed,
             "sharded": sharded,
             "unlike": unlike,
         }
@@ -567,6 +568,57 @@ def own_data(job: LoopJob, rank: int) -> Any:
             state.step(loss=loss)
             if job.odd == (rank, step, "commit"):
                 state.step(loss=loss)
+    return bare
+
+
+class PackedBatches:
+    """Batches of 1 to 6 samples, of which each rank has every second; another order and number of
+    them in every epoch."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.epoch = rank, world_size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        import random
+
+        drawn = random.Random(self.epoch)
+        left, found = drawn.sample(range(96), 96), []
+        while left:
+            size = drawn.randint(1, 6)
+            found.append(left[:size])
+            del left[:size]
+        even = len(found) - len(found) % self.world_size
+        return iter(found[self.rank : even : self.world_size])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def packed(job: LoopJob, rank: int) -> Any:
+    """A loop with a batch sampler of its own."""
+    import torch
+    from torch import nn
+
+    import everstep.train as es
+
+    torch.manual_seed(3)
+    bare = nn.Linear(8, 4)
+    model = wrapped(bare, job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = es.loader(Noisy(), batch_sampler=PackedBatches(rank, job.world_size))
+    state = protect(job, model=model, optimizer=optimizer, extra={"data": data})
+    with state:
+        for values, _ in data.batches(state, steps=job.steps):
+            die(job, rank, state.step_number, "batch")
+            loss = model(values).square().mean()
+            loss.backward()
+            optimizer.step()
+            die(job, rank, state.step_number, "torn")
+            optimizer.zero_grad()
+            state.step(loss=loss, size=len(values))
     return bare
 
 

@@ -40,6 +40,8 @@ def require_fits(spec: RunSpec, task: Task, model: nn.Module, train_set: Any) ->
         "out, and use torch.autocast in training_step": train.precision != "fp32",
         f"train.compile is set, but {source} calls the model as it likes. Leave it out, and call "
         "torch.compile in build_model": train.compile,
+        f"train.batch_by is tokens, but {source} gets a rank's whole share of the global batch. "
+        "Leave it out, and return batches by length from collate": train.batch_by == "tokens",
         "train.unused_parameters is allow, which is always so for a task with training_step. Leave "
         "it out": train.unused_parameters == "allow",
         f"the train set of {where(task, 'build_datasets')} is iterable, whose micro-batches do not "
@@ -153,8 +155,8 @@ _NEEDS_SEVERAL = "Expected more than 1 value per channel when training"
 
 def smallest_micro_batch(sampler: Sampler, total_steps: int) -> MicroBatch | None:
     """Return a micro-batch of a single sample, if the run has one."""
-    ends = {0, sampler.steps_per_epoch - 1} if total_steps >= sampler.steps_per_epoch else {0}
-    micros = (micro for k in sorted(ends) for micro in sampler.share(0, k, 0, 1))
+    ends = sorted(sampler.with_smallest(total_steps))
+    micros = (micro for k in ends for micro in sampler.share(0, k, 0, 1))
     return next((micro for micro in micros if len(micro.indices) == 1), None)
 
 
@@ -182,8 +184,8 @@ def check_small_batch(
         )
         raise BadTask(
             f"{where(task, 'build_model')}: BatchNorm cannot train on a single sample, and {last} "
-            f"has one: {sampler.num_samples} "
-            f"samples in global batches of {size} and micro-batches of {micro_size}. "
+            f"has one: {sampler.num_samples} samples in global batches of {size} "
+            f"and micro-batches of {micro_size}. "
             f"{_remedy(sampler)}, or use GroupNorm or "
             "LayerNorm, which normalise each sample by itself"
         ) from exc
@@ -197,6 +199,8 @@ def trains_batch_norm(model: nn.Module) -> bool:
 
 def _remedy(sampler: Sampler) -> str:
     """Settings under which no micro-batch of this data has a single sample."""
+    if sampler.fingerprint:  # of lengths
+        return "Leave out samples whose length few others have, or raise train.micro_batch_size"
     size, micro, length = sampler.global_batch_size, sampler.micro_batch_size, sampler.num_samples
     micros = [
         near

@@ -51,7 +51,7 @@ class Exchange:
         max_workers: int,
     ) -> None:
         self._peers, self._parameters, self._sampler = peers, list(parameters), sampler
-        self._group = group_size(sampler.num_micro(0), max_workers)
+        self._group = group_size(sampler.num_micro(sampler.fullest), max_workers)
         self._members = _members(self._parameters)
         self.buckets = [
             Bucket([self._parameters[number] for number in members], peers.world_size)
@@ -63,7 +63,8 @@ class Exchange:
             self._slices = [
                 sliced(bucket, peers, number) for number, bucket in enumerate(self.buckets, start=1)
             ]
-        self._code = ReportRows(2 * len(sampler.numbers(0, 0, peers.world_size)))
+        longest = sampler.numbers(sampler.fullest, 0, peers.world_size)
+        self._code = ReportRows(2 * len(longest))
         self._of_values: Bucket | None = None
         self._send_values: SlicedBucket | None = None
         self._message = self._new_message()

@@ -100,7 +100,10 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     if state.bookmarks is not None:
         state.bookmarks.exchange(state.step, replica.peers.gather)
     facts = totals.facts
-    step_s = session.reporter.step_done(values, facts.num_samples, state.chain.newest)
+    waited_s, num_tokens = max(totals.data_s), replica.plans.of(state.step - 1).num_tokens
+    step_s = session.reporter.step_done(
+        values, facts.num_samples, state.chain.newest, waited_s, num_tokens
+    )
     if training.stragglers is not None:
         training.stragglers.note(state.step - 1, totals.own_s, step_s)
     if facts.checkpoint_step > progress.reported_checkpoint:
@@ -191,7 +194,7 @@ def votes_of(training: Training) -> Votes:
     stop, committed, save = training.session.saver.decisions(progress.reported_checkpoint)
     volatile.start()
     stop = training.ctx.journal.stop_requested or stop
-    return Votes(stop, committed, save, progress.own_s)
+    return Votes(stop, committed, save, progress.own_s, training.loader.take_wait_s())
 
 
 def _start_digests(training: Training) -> None:

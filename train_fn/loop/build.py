@@ -33,8 +33,9 @@ from train_fn.loop.sharded import (
 )
 from train_fn.node.usage import set_threads
 from train_fn.samples.loader import KeyedDataset, TrainingData, collate_of, to_device
-from train_fn.samples.sampler import MicroBatch, Sampler, WholeShares, seed_building
+from train_fn.samples.sampler import Sampler, WholeShares, seed_building
 from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
+from train_fn.samples.token_batches import token_sampler
 from train_fn.state.contents import Contents, FrozenPart, Sketch, sketch_weights
 from train_fn.state.optim import Ema, Optimizers, build_optimizer
 from train_fn.state.sound_state import Numerics
@@ -129,8 +130,7 @@ def build_parts(ctx: WorkerContext) -> Parts:
     require_fits(spec, task, model, datasets["train"])
     train_set, sampler = training_data(ctx, task, datasets["train"])
     if lazy_names(model):
-        first = sampler.global_batch(0, 0)[: sampler.micro_batch_size]
-        loaded = train_set.first(MicroBatch(0, 0, first))
+        loaded = train_set.first(sampler.first_micro_batch())
         seed_building(train.seed, _LAZY)  # reading samples has seeded the generators, too
         shape_lazy_tensors(task, model.to(ctx.device), to_device(loaded.batch, ctx.device))
     built_weights = sketch_weights(model, all_of_it=False)
@@ -153,7 +153,7 @@ def build_parts(ctx: WorkerContext) -> Parts:
         build_scaler(train.precision, ctx.device),
         Ema(model, train.ema_decay) if train.ema_decay is not None else None,
         steps_per_epoch=sampler.steps_per_epoch,
-        fingerprint=train_set.fingerprint,
+        fingerprint=train_set.fingerprint + sampler.fingerprint,
         scheduler=scheduler,
         frozen=FrozenPart(model) if spec.checkpoint.parameters == "trainable" else None,
         model_source=where(task, "build_model"),
@@ -190,13 +190,23 @@ def build_datasets(ctx: WorkerContext, task: Task) -> dict[str, Any]:
 def training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[TrainingData, Sampler]:
     """Return the training set, read by index or as streams, and the order of its samples."""
     spec, train = ctx.spec, ctx.spec.train
+    source = where(task, "build_datasets")
+    if train.batch_by == "tokens":
+        if is_iterable(dataset):
+            raise BadTask(
+                f"train.batch_by is tokens, but the train set of {source} is iterable, so nobody "
+                "knows a sample's length before it is read. Give it __len__ and __getitem__, or "
+                "leave batch_by out and yield what fits together"
+            )
+        name, size = f"{source}: train", spec.micro_batch_size
+        by_tokens = token_sampler(train, size, dataset, ctx.most_samples, name)
+        return KeyedDataset(dataset, train.seed, collate_of(task), training=True), by_tokens
     if not is_iterable(dataset):
         kind, size = Sampler, spec.micro_batch_size
         if makes_own_steps(task):
             kind, size = WholeShares, -(-train.global_batch_size // ctx.world_size)
         sampler = kind(ctx.limited(len(dataset)), train.global_batch_size, size, train.seed)
         return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
-    source = where(task, "build_datasets")
     streams = StreamSampler(
         epoch_length(source, dataset, train),
         train.global_batch_size,

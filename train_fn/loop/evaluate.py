@@ -38,6 +38,7 @@ from train_fn.samples.loader import (
     to_device,
 )
 from train_fn.samples.sampler import MicroBatch, generators_kept, seed_micro_batch, share_of
+from train_fn.samples.token_batches import lengths_of
 from train_fn.state.run_state import BestSoFar
 from train_fn.step.precision import autocast, evaluating
 from train_fn.step.untrained import WarmUp, untrained_places
@@ -301,8 +302,10 @@ def batches_by_index(ctx: WorkerContext, replica: Replica, most: int | None = No
     A sharded model is called equally often on all ranks: where others have one more, yield the
     first one of all without a number. It does not count.
     """
-    spec, size = ctx.spec, _size(ctx)
+    spec, size = ctx.spec, _size(ctx, replica.val_set)
     num_samples = ctx.limited(len(replica.val_set))  # type: ignore[arg-type]
+    if spec.train.batch_by == "tokens":
+        num_samples = len(lengths_of(replica.val_set, "val", ctx.most_samples))
     count, peers = -(-num_samples // size), replica.peers
     numbers: list[int | None] = [*share_of(count, peers.rank, peers.world_size)[:most]]
     if replica.shards is not None:
@@ -333,7 +336,12 @@ def batches_of_whole_pass(ctx: WorkerContext, replica: Replica) -> Numbered:
     spec, peers = ctx.spec, replica.peers
     collate = collate_of(replica.task)
     whole = WholePass(
-        replica.val_set, _size(ctx), peers.rank, peers.world_size, spec.train.seed, collate
+        replica.val_set,
+        _size(ctx, replica.val_set),
+        peers.rank,
+        peers.world_size,
+        spec.train.seed,
+        collate,
     )
     yield from _read(ctx, whole, num_stream_workers(ctx, replica.val_set))
 
@@ -342,7 +350,7 @@ def first_batch(ctx: WorkerContext, replica: Replica, val_set: Any) -> Numbered:
     """Yield the first micro-batch of an iterable set, the same on every rank. Nothing after it is
     read."""
     first = WholePass(
-        val_set, _size(ctx), 0, 1, ctx.spec.train.seed, collate_of(replica.task), most=1
+        val_set, _size(ctx, val_set), 0, 1, ctx.spec.train.seed, collate_of(replica.task), most=1
     )
     yield from _read(ctx, first, num_stream_workers(ctx, val_set))
 
@@ -360,7 +368,10 @@ def num_stream_workers(ctx: WorkerContext, val_set: Any) -> int:
     return min(1, num_loader_workers(ctx.spec, val_set, ctx.local_world_size))
 
 
-def _size(ctx: WorkerContext) -> int:
+def _size(ctx: WorkerContext, val_set: Any) -> int:
+    """Return the samples of a micro-batch."""
+    if ctx.spec.train.batch_by == "tokens":
+        return max(1, ctx.spec.micro_batch_size // int(lengths_of(val_set, "val").max()))
     return max(ctx.spec.micro_batch_size, MIN_MICRO_BATCH)
 
 

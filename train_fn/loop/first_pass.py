@@ -5,7 +5,7 @@ results are dropped.
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from train_fn.loop.replica import Replica, empty_like, wrap
 from train_fn.loop.sharded import GatheredWeights, passes_named, require_forgotten
 from train_fn.node.device import kernels
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
-from train_fn.session.report import counted_flops
+from train_fn.session.speed import FlopCount, counted_flops
 from train_fn.state.contents import Sketch, sketch
 from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import NOT_COMPARED, numerics_of
@@ -57,8 +57,8 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
         replica.wrapped = replica.step_module
     else:
         replica.wrapped = wrap(replica.step_module, replica.peers.device)
-    first = replica.sampler.global_batch(0, 0)[: replica.sampler.micro_batch_size]
-    batch = replica.load(MicroBatch(0, 0, first)).batch
+    micro = replica.sampler.first_micro_batch()
+    first, batch = micro.indices, replica.load(micro).batch
     if batch is None and replica.exchanges_in_forward:
         raise BadTask(
             f"{where(replica.task, 'collate')} returned None for the first micro-batch; a model "
@@ -73,16 +73,22 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
         replica.nothing = empty_like(batch) if replica.exchanges_in_forward else None
     loaded = sketch(batch)
     replica.state.task = replica.task_state.capture()
-    if replica.shards is None:
-        flops = replica.ctx.remembered.get("flops")  # to count takes longer than the pass
-        if flops is None:
-            flops = counted_flops(replica.task, replica.state.model, batch, len(first))
-        if flops is not None:
-            replica.ctx.remember("flops", flops)
-        replica.parts.flops_per_sample = flops
+    # Samples of several lengths do not take the same.
+    is_one_size = batch is not None and replica.sampler.tokens_in(0, 0) is None
+    flops = replica.ctx.remembered.get("flops")  # to count takes longer than the pass
+    if flops is None and is_one_size and replica.shards is None:
+        flops = counted_flops(replica.task, replica.state.model, batch, len(first))
     if begins:
         try_pieces(replica, batch, len(first))
-    replica.volatile = run_first_pass(replica, batch, loaded, first, is_fresh=is_fresh)
+    count = FlopCount() if flops is None and is_one_size else None
+    replica.volatile = run_first_pass(
+        replica, batch, loaded, first, is_fresh=is_fresh, count=count or nullcontext()
+    )
+    if count is not None:
+        flops = count.of_sample(len(first))
+    if flops is not None:
+        replica.ctx.remember("flops", flops)
+    replica.parts.flops_per_sample = flops
     if replica.exchange is not None:
         replica.exchange.watch()
 
@@ -124,6 +130,7 @@ def run_first_pass(
     indices: IndexArray,
     *,
     is_fresh: bool,
+    count: AbstractContextManager[object],
 ) -> VolatileBuffers:
     """Run ``batch`` forward and backward, put everything back, and return what forward passes
     change. A collective.
@@ -134,12 +141,13 @@ def run_first_pass(
         loaded: sketch of ``batch`` as it was loaded.
         indices: of the samples in ``batch``.
         is_fresh: whether no state is loaded afterwards.
+        count: the context of the forward and of the backward pass.
     """
     state, peers = replica.state, replica.peers
     places = untrained_places(state.model, replica.parameters)
     with _Undoing(replica, places, is_fresh=is_fresh) as undoing:
         moving, ignored, runs_again = _pass_and_check(
-            replica, batch, loaded, indices, places, undoing.warm_up
+            replica, batch, loaded, indices, places, undoing.warm_up, count
         )
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
@@ -162,6 +170,7 @@ def _pass_and_check(
     indices: IndexArray,
     places: list[TensorPlace],
     warm_up: WarmUp,
+    count: AbstractContextManager[object],
 ) -> tuple[set[int], set[int], bool]:
     """Run the pass, and put nothing back. Return the numbers of the places that it changed, of
     those to ignore, and whether backward runs forward passes again."""
@@ -177,13 +186,15 @@ def _pass_and_check(
             if gathered is not None:
                 stack.enter_context(passes_named(task))
                 stack.enter_context(gathered.watched(source))
+            stack.enter_context(count)
             loss_sum, weight = replica.wrapped(batch)
         watched.require_untouched(source)
         if replica.draws_from_torch_alone:
             replica.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
         moving, ignored = warm_up.look()
         check_moves(task, loss_sum)
-        weighed, num_ranks = _backward(replica, loss_sum, weight)
+        with count:
+            weighed, num_ranks = _backward(replica, loss_sum, weight)
         _note_numerics(replica, loss_sum)
         if 0 < weighed < math.inf:
             replica.weight_per_sample = weighed / (len(indices) * num_ranks)

@@ -20,8 +20,8 @@ from train_fn.loop.first_pass import join
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.step import OwnStep, ShardedStep, StepExchange, TreeStep
 from train_fn.samples.loader import Loader
-from train_fn.session.report import speed_of
 from train_fn.session.session import Session
+from train_fn.session.speed import speed_of
 from train_fn.snapshots.forgotten import sweep_forgotten
 from train_fn.snapshots.keeper import Restored
 from train_fn.state.contents import sketch_weights
@@ -220,5 +220,6 @@ def watch_stragglers(ctx: WorkerContext, replica: Replica) -> StragglerWatch | N
         return None
     node_ids = replica.peers.gather(ctx.node_id)
     sampler = replica.sampler
-    shares = [len(sampler.share(0, 0, rank, ctx.world_size)) for rank in range(ctx.world_size)]
+    ranks, world_size = range(ctx.world_size), ctx.world_size
+    shares = [len(sampler.share(0, sampler.fullest, rank, world_size)) for rank in ranks]
     return StragglerWatch(ctx.journal.emit, node_ids, shares) if ctx.world_rank == 0 else None

@@ -8,6 +8,7 @@ equal length, so a short last batch shifts nobody's stream.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -117,6 +118,9 @@ class Consumer(Protocol):
     def note_data_error(self, error: Exception) -> None:
         """Keep what ends an iteration of the data."""
 
+    def waited(self, seconds: float) -> None:
+        """Note how long the loop waited for a batch."""
+
     def take(self, share: Share) -> None:
         """Begin the step that trains on this share. Raises BadTask if the step before has not been
         committed."""
@@ -210,12 +214,13 @@ class Batches:
         shares = Shares(self.sampler, state.rank, state.world_size)
         loaded = self._loaded(state, total)
         while state.step_number < total:
-            share = shares.of(state.step_number)
+            share, began = shares.of(state.step_number), time.perf_counter()
             try:
                 batch = next(loaded)
             except Exception as exc:
                 state.note_data_error(exc)
                 raise
+            state.waited(time.perf_counter() - began)
             self.weight = share.weight
             state.take(share)
             self.taken = Taken(batch)

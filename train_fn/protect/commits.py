@@ -18,6 +18,7 @@ from train_fn.protect.batches import EqualBatches, Share
 from train_fn.protect.changes import FROZEN, OPTIONS
 from train_fn.protect.loop_state import MOST_VALUES, LoopState, Values, received, sent
 from train_fn.samples.ledger import Count
+from train_fn.session.report import DATA_WAIT
 from train_fn.session.session import Session
 from train_fn.step.peers import Peers
 from train_fn.step.report import ReportRows, StepReport, Votes, stop_of
@@ -53,21 +54,33 @@ class Commits:
         self._equal = EqualBatches()
         self._values: Values = {}
         self._num_samples: int | None = None
+        self._waited_s: float | None = None
+        self._step_s = 0.0
+        self._data_wait: float | None = None
+        """The share of the step that was read of last in which a rank waited for its data."""
 
     @property
     def fault(self) -> str | None:
         """Return how the ranks differ in the newest commit; None while that is not known."""
         return self._agreement.fault
 
-    def start(self, share: Share | None, values: Values, *, saves: bool = False) -> None:
+    def start(
+        self,
+        share: Share | None,
+        values: Values,
+        waited_s: float | None = None,
+        *,
+        saves: bool = False,
+    ) -> None:
         """Send the newest commit to the other ranks.
 
         Args:
             share: what the step trained on, from Everstep's loader.
             values: the step's metrics.
+            waited_s: how long this rank waited for its data; None if that is not known.
             saves: whether this rank wants the state to be saved.
         """
-        self._values, self._saves = values, saves
+        self._values, self._saves, self._waited_s = values, saves, waited_s
         self._num_samples = share.whole.num_samples if share else None
         self.updates.commit()
         self._agreement.start(
@@ -84,7 +97,11 @@ class Commits:
             self._state.step,
             samples,
             values,
-            votes=Votes(self._session.ctx.journal.stop_requested, save=self._saves),
+            votes=Votes(
+                self._session.ctx.journal.stop_requested,
+                save=self._saves,
+                data_s=self._waited_s or 0.0,
+            ),
             num_updates=self.updates.num,
             has_ended=has_ended,
             names_hash=hashed,
@@ -124,6 +141,8 @@ class Commits:
         first = agreed[0]
         if not self._is_first and not first.has_ended:
             self._report(received(self._values, first.names_hash, first.numbers))
+        if self._waited_s is not None and self._step_s:
+            self._data_wait = min(1.0, max(each.votes.data_s for each in agreed) / self._step_s)
 
     def report(self) -> None:
         """Report the step. Other ranks than 0 do so once they know rank 0's numbers: a survivor
@@ -132,7 +151,10 @@ class Commits:
             self._report(self._values)
 
     def _report(self, values: Values) -> None:
-        self._session.reporter.step_done(dict(values), self._num_samples)
+        reported = dict(values)
+        if self._data_wait is not None:  # of the step before: rank 0 has not read of this one
+            reported[DATA_WAIT] = self._data_wait
+        self._step_s = self._session.reporter.step_done(reported, self._num_samples)
 
     def close(self) -> None:
         """End the exchange on a rank whose peers live."""

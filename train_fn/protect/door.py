@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from train_fn.errors import BadTask
 from train_fn.protect.adapters.accelerate import AcceleratedLoop
 from train_fn.protect.arguments import check_torn, parts_of
@@ -74,6 +76,7 @@ def loader(
     *,
     drop_last: bool = False,
     num_workers: int = 0,
+    batch_sampler: Any = None,
 ) -> Any:
     """Return a loader whose global batches do not depend on the world size. ``batches(state)``
     yields this rank's share from the very step on.
@@ -86,9 +89,28 @@ def loader(
         seed: of the order of the samples, and of their random transforms.
         drop_last: leave out the short batch at an epoch's end.
         num_workers: processes that read ahead.
+        batch_sampler: yields lists of indices, this rank's batches, in place of
+            ``global_batch_size``, as in a DataLoader of your own. Its order follows from its epoch.
     """
+    if batch_sampler is not None and not is_loader(dataset):
+        if (global_batch_size, seed, drop_last) != (None, 0, False):
+            raise BadTask(
+                "es.loader(batch_sampler=…) decides the batches and their order: leave "
+                "global_batch_size, seed and drop_last out"
+            )
+        if not hasattr(batch_sampler, "__iter__") or hasattr(batch_sampler, "__next__"):
+            raise BadTask(
+                f"es.loader(batch_sampler=…) is a {type(batch_sampler).__name__}, which cannot "
+                "begin an epoch again. Pass an object with __iter__ that yields lists of indices, "
+                "as torch.utils.data.BatchSampler"
+            )
+        dataset = DataLoader(
+            dataset, batch_sampler=batch_sampler, collate_fn=collate, num_workers=num_workers
+        )
+        return FollowedLoader(dataset)
     if is_loader(dataset):
-        if (global_batch_size, collate, seed, drop_last, num_workers) != (None, None, 0, False, 0):
+        others = (global_batch_size, collate, seed, drop_last, num_workers, batch_sampler)
+        if others != (None, None, 0, False, 0, None):
             raise BadTask(
                 "es.loader(DataLoader) takes no other argument: batches are those of the "
                 "DataLoader. Or pass loader.dataset with a global_batch_size"
@@ -105,5 +127,8 @@ def loader(
             "DataLoader itself, before Fabric or others wrap it"
         )
     if global_batch_size is None:
-        raise BadTask("es.loader(global_batch_size=…) is missing; pass the samples of a step")
+        raise BadTask(
+            "es.loader(global_batch_size=…) is missing; pass the samples of a step, or a "
+            "batch_sampler"
+        )
     return Batches(dataset, global_batch_size, collate, seed, drop_last, num_workers)

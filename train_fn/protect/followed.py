@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +78,9 @@ class Followed(Resumed, Protocol):
 
     def holds(self, part: object) -> bool:
         """Return whether this object is part of the state."""
+
+    def waited(self, seconds: float) -> None:
+        """Note how long the loop waited for a batch."""
 
     def begin_step(self) -> None:
         """Take what the loop has done since its last commit as part of it."""
@@ -213,8 +217,10 @@ class FollowedLoader:
             rest = iter(self._rest_of_epoch(state))
             while True:
                 self._draw(state, self._num_batches)
+                began = time.perf_counter()
                 if (batch := next(rest, _END)) is _END:
                     break
+                state.waited(time.perf_counter() - began)
                 if steps is not None and state.step_number >= steps:
                     return
                 is_empty = False

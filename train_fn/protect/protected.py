@@ -97,6 +97,8 @@ class Protected:
         """Hooks of the models, which say when a step begins."""
         self._share: Share | None = None
         """What the present step trains on, from Everstep's loader."""
+        self._waited_s: float | None = None
+        """How long the present step has waited for data; None if no loader says it."""
         self._is_settled = False
         """Whether what the ranks said of the last commit was read."""
         self._held: Held | None = None
@@ -250,6 +252,10 @@ class Protected:
         by ``es.loader``."""
         self._data_error = error
 
+    def waited(self, seconds: float) -> None:
+        """Note how long the loop waited for a batch; called by ``es.loader``."""
+        self._waited_s = (self._waited_s or 0.0) + seconds
+
     def take(self, share: Share) -> None:
         """Begin the step that trains on this share; called by ``es.loader``."""
         if self._share is not None:
@@ -395,7 +401,8 @@ class Protected:
             if training.shadows is not None:
                 training.shadows.take()
         self._is_settled, self._share = False, None
-        commits.start(share, values, saves=self._held.due)
+        waited_s, self._waited_s = self._waited_s, None
+        commits.start(share, values, waited_s, saves=self._held.due)
         training.checks.at(Moment.STEP)
         commits.report()
         training.ctx.on_commit()  # what follows may wait for a peer that has died

@@ -39,6 +39,7 @@ from train_fn.ray_train.ray_checkpoints import (
     parts_of,
     rejected_reports,
 )
+from train_fn.ray_train.ray_data import shards_of
 from train_fn.ray_train.ray_internals import DataParallelTrainer, TrainContext, get_train_context
 from train_fn.recovery.launch import Position, RankJob, RankLaunch
 from train_fn.step.nccl import collective_counts
@@ -178,8 +179,8 @@ _TUNE = "ray.tune"
 _SUBMIT = "submit the function that it would call: everstep submit --code . --train-fn MODULE:NAME"
 
 NO_DATASETS = (
-    "a run has no Ray Data sets, so ray.train.get_dataset_shard has nothing to return. Build the "
-    "data set in your function, and divide it by ray.train.torch.prepare_data_loader or es.loader"
+    "the run has no Ray Data sets, so ray.train.get_dataset_shard has nothing to return. Set "
+    "code.datasets to the function MODULE:NAME that returns {name: ray.data.Dataset}"
 )
 TUNE_REPORTS = (
     "ray.tune.report reports to nobody here, since no Tuner runs. Call ray.train.report, which "
@@ -199,7 +200,7 @@ TUNER = (
 def refused_calls(code: CodeOnNode) -> Iterator[None]:
     """Raise BadTask inside the block where a user's code makes such a call."""
     with ExitStack() as undo:
-        _replace(undo, TrainContext, "get_dataset_shard", refuse(NO_DATASETS))
+        _replace(undo, TrainContext, "get_dataset_shard", _datasets(code))
         _replace(undo, DataParallelTrainer, "fit", _refuse_trainer)
         if imports(code.directory, code.names, _TUNE):  # it is not loaded otherwise
             tune = importlib.import_module(_TUNE)
@@ -209,6 +210,15 @@ def refused_calls(code: CodeOnNode) -> Iterator[None]:
             _replace(undo, tune, "run", refuse(TUNER.format(name="ray.tune.run")))
             _replace(undo, tune.Tuner, "fit", refuse(TUNER.format(name="Tuner.fit")))
         yield
+
+
+def _datasets(code: CodeOnNode) -> Callable[..., Any]:
+    """Return what ``ray.train.get_dataset_shard`` calls. A collective if there are data sets."""
+    ctx = None if own_loop.present is None else own_loop.present.ctx
+    spec = None if ctx is None else ctx.spec.code
+    if ctx is None or spec is None or spec.datasets is None:
+        return refuse(NO_DATASETS)  # type: ignore[no-any-return]
+    return shards_of(ctx, code, spec)
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:

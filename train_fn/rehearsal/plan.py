@@ -72,7 +72,8 @@ def rehearse(
 
     Args:
         archive: the spec's code, if it has code of its own.
-        max_samples: limit on the samples of each data set that has a length.
+        max_samples: limit on the samples of each data set that has a length; on their tokens with
+            ``train.batch_by: tokens``.
         every: try all deaths, also once something was different.
         say: called with each row as soon as it is known.
         begin: called with the name of each row before its training begins.

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -161,13 +162,19 @@ class Loader(Iterator[Loaded]):
         )
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ahead: Loaded | Exception | None = None
+        self._waited_s = 0.0
+        self._idle: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Marks on the device: when it had no more to do, and when the next micro-batch was there.
+        """
 
     def __next__(self) -> Loaded:
         """Return the next micro-batch; its copy to the device may still run."""
         ahead, self._ahead = self._ahead, None
         if isinstance(ahead, Exception):
             raise ahead
+        began = time.perf_counter()
         loaded = ahead or self._load()
+        self._waited_s += time.perf_counter() - began
         if self._copies is not None:
             computing = torch.cuda.current_stream(self._device)
             # Raises what broke the device, before the last micro-batch is freed: torch would end
@@ -184,10 +191,22 @@ class Loader(Iterator[Loaded]):
         by the ``next`` that it belongs to."""
         if self._copies is None or self._ahead is not None:
             return
+        had_done = _mark_on(torch.cuda.current_stream(self._device))
         try:
             self._ahead = self._load()
         except Exception as exc:
             self._ahead = exc
+        self._idle = had_done, _mark_on(self._copies)
+
+    def take_wait_s(self) -> float:
+        """Return how long a step waited for data since the last call. On CUDA, what the loader
+        takes while the device computes is no wait."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        if self._idle is not None and all(mark.query() for mark in self._idle):  # type: ignore[no-untyped-call]
+            had_done, was_there = self._idle
+            waited_s += max(0.0, had_done.elapsed_time(was_there) / 1000)
+        self._idle = None
+        return waited_s
 
     def _load(self) -> Loaded:
         assert self._iterator is not None
@@ -216,6 +235,10 @@ class Loader(Iterator[Loaded]):
     def close(self) -> None:
         """End the loader's processes."""
         self._iterator = self._ahead = None
+
+
+def _mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    return stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def begin_loader_process(name: str, number: int) -> None:

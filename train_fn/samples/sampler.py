@@ -59,6 +59,11 @@ class Sampler:
         assert 1 <= self.micro_batch_size <= self.global_batch_size
 
     @property
+    def fingerprint(self) -> str:
+        """Identifies what beside the data's own fingerprint decides the order of samples."""
+        return ""
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_samples // self.global_batch_size)
 
@@ -69,6 +74,28 @@ class Sampler:
     def num_micro(self, k: int) -> int:
         """Return the number of micro-batches in an epoch's global batch ``k``."""
         return -(-self.size_of(k) // self.micro_batch_size)
+
+    @property
+    def fullest(self) -> int:
+        """Return the global batch of an epoch that has the most micro-batches."""
+        return 0
+
+    def num_before(self, k: int) -> int:
+        """Return the number of samples in an epoch's global batches before ``k``."""
+        return min(k * self.global_batch_size, self.num_samples)
+
+    def first_micro_batch(self) -> MicroBatch:
+        """Return the run's first micro-batch, with which every attempt begins."""
+        return MicroBatch(0, 0, self.global_batch(0, 0)[: self.micro_batch_size])
+
+    def with_smallest(self, total_steps: int) -> set[int]:
+        """Return global batches of an epoch, of which one has the smallest micro-batch of all."""
+        steps = self.steps_per_epoch
+        return {0, steps - 1} if total_steps >= steps else {0}
+
+    def tokens_in(self, epoch: int, k: int) -> int | None:
+        """Return the tokens of a global batch; None if its samples have no known length."""
+        return None
 
     def numbers(self, k: int, rank: int, world_size: int) -> range:
         """Return the numbers of the micro-batches that a rank runs of an epoch's global batch
@@ -104,7 +131,7 @@ class Sampler:
 
         Loader processes fetch ahead: a search for the first one would never end.
         """
-        if not self.share(epoch, 0, rank, world_size):  # the first global batch is the largest
+        if not self.share(epoch, self.fullest, rank, world_size):
             return
         while True:
             for position in range(k, self.steps_per_epoch):

@@ -1,185 +1,28 @@
 """Progress reports: rank 0 sends them to the journal, and every rank keeps the newest ones with
-its state. Beside samples they tell how fast a run trains.
+its state.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import nn
 
 from everstep.wire.events import MAX_NAMES, MAX_STEP_NAMES, EventKind, NameLimit, validation_name
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask
+from train_fn.session.speed import SAMPLES_ALONE, Speed
 from train_fn.state.run_state import RunState
-from train_fn.tasks.protocol import Task
-
-# ---------------------------------------------------------------- speed
-
-# How fast a run trains, beside samples: tokens, and floating-point operations (FLOPs), also as a
-# share of what its devices can do (MFU).
-#
-# A task may say what a sample takes, or let torch count it: then its ``loss`` is called once on the
-# meta device, which computes nothing, so that a run's bits, gradients, buffers and random numbers
-# stay as they are. Everstep's own tasks do that. No other task is called once more without having
-# said so: what else its ``loss`` changes is not known.
-
-
-def _with_tf32(half: float) -> dict[str, float]:
-    """Return the FLOP/s of a device that does half as many with TF32, in fp32, as in 16 bits."""
-    return {"bf16": half, "fp16": half, "fp32": half / 2}
-
-
-_PEAKS: dict[str, dict[str, float]] = {
-    r"A100": _with_tf32(312e12),
-    r"H100 80GB": _with_tf32(989e12),
-    r"H100 NVL": _with_tf32(835e12),
-    r"H100 PCIe": _with_tf32(756e12),
-    r"H200 NVL": _with_tf32(835e12),
-    r"H200": _with_tf32(989e12),
-    r"B200": _with_tf32(2250e12),
-    r"L40S": _with_tf32(362e12),
-    r"L4": _with_tf32(121e12),
-    r"A10": _with_tf32(125e12),
-    r"V100-SXM\d": {"fp16": 125e12, "fp32": 15.7e12},
-    r"V100-PCIE": {"fp16": 112e12, "fp32": 14e12},
-    r"T4": {"fp16": 65e12, "fp32": 8.1e12},
-}
-"""FLOP/s of dense products, as NVIDIA publishes them, by words of the device's name and precision.
-The first that fits counts."""
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What the speed in samples means in other units; None for what is not known."""
-
-    flops_per_sample: float | None = None
-    """Of forward and backward pass."""
-    tokens_per_sample: float | None = None
-    peak_flops_per_s: float | None = None
-    """Of all ranks' devices together."""
-
-    def figures(self, samples_per_s: float) -> dict[str, float]:
-        """Return the metrics of a step that follow from its samples per second."""
-        found = {}
-        if self.tokens_per_sample is not None:
-            found["tokens_per_s"] = samples_per_s * self.tokens_per_sample
-        if self.flops_per_sample is not None:
-            flops_per_s = samples_per_s * self.flops_per_sample
-            found["tflops_per_s"] = flops_per_s / 1e12
-            if self.peak_flops_per_s is not None:
-                found["mfu"] = flops_per_s / self.peak_flops_per_s
-        return found
-
-
-SAMPLES_ALONE = Speed()
-"""Nothing else is known."""
-
-
-def speed_of(ctx: WorkerContext, task: Task, counted: float | None) -> Speed:
-    """Return what is known of a run's speed.
-
-    Args:
-        counted: FLOPs of a sample, for a task that does not say.
-
-    Raises BadTask for a task that says something else than a positive number.
-    """
-    flops = declared(task, "flops_per_sample")
-    peak = peak_flops_per_s(ctx.device, ctx.spec.train.precision)
-    return Speed(
-        counted if flops is None else flops,
-        declared(task, "tokens_per_sample"),
-        None if peak is None else peak * ctx.world_size,
-    )
-
-
-def declared(task: Task, name: str) -> float | None:
-    """Return a positive number that the task says, as an attribute or by a method without
-    arguments; None if it does not."""
-    said: Any = getattr(task, name, None)
-    value = said() if callable(said) else said
-    if value is None:
-        return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise BadTask(
-            f"{name} of {type(task).__name__} is {value!r:.100}; set it to a positive number, or "
-            "leave it out"
-        )
-    return float(value)
-
-
-def counted_flops(task: Task, model: nn.Module, batch: Any, num_samples: int) -> float | None:
-    """Return the FLOPs that a sample takes forward and backward, from shapes alone. None if the
-    task does not set ``count_flops``, if they cannot be counted, or there are none."""
-    if getattr(task, "count_flops", False) is not True:
-        return None
-    from torch.func import functional_call  # both take long to import
-    from torch.utils.flop_counter import FlopCounterMode
-
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-    def stand_in(*inputs: Any, **named: Any) -> Any:
-        return functional_call(model, shaped, inputs, named)
-
-    try:
-        shaped = {name: _shape_of(value) for name, value in held.items()}
-        trained = [each for each in shaped.values() if each.requires_grad]
-        with FlopCounterMode(display=False) as counter, torch.enable_grad():
-            loss_sum, _ = task.loss(stand_in, _shapes_in(batch))  # type: ignore[arg-type]
-            torch.autograd.grad(loss_sum, trained, allow_unused=True)
-    except Exception as exc:  # a figure less, and nothing else
-        logger.debug("the FLOPs of a sample cannot be counted: %s", exc)
-        return None
-    return counter.get_total_flops() / num_samples or None
-
-
-def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same kind that has no values."""
-    return torch.empty(
-        tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
-    )
-
-
-def _shapes_in(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return _shape_of(batch)
-    if isinstance(batch, dict):
-        return {name: _shapes_in(value) for name, value in batch.items()}
-    return type(batch)(map(_shapes_in, batch)) if type(batch) in (list, tuple) else batch
-
-
-def peak_flops_per_s(device: torch.device, precision: str) -> float | None:
-    """Return the FLOP/s that a device can do; None for a CPU, and where it is not known."""
-    if device.type != "cuda":
-        return None
-    return peak_of(torch.cuda.get_device_name(device), precision)
-
-
-def peak_of(device_name: str, precision: str) -> float | None:
-    """Return the published FLOP/s of a GPU by its name, such as ``NVIDIA H100 80GB HBM3``. None for
-    others, and for parts of one (MIG)."""
-    if re.search(r"\bMIG\b", device_name):
-        return None
-    found = (peaks for name, peaks in _PEAKS.items() if re.search(rf"\b{name}\b", device_name))
-    return next(found, {}).get(precision)
-
-
-# ---------------------------------------------------------------- reporter
 
 logger = logging.getLogger(__name__)
 
 HAND_OVER_S = 0.1
 """How long metrics are gathered before they are sent, while steps are shorter: each time costs a
 step 0.02 ms."""
+DATA_WAIT = "data_wait"
+"""Metric: the share of a step in which a rank waited for its loader."""
 _METRICS = EventKind.METRICS
 _METRICS_KIND = _METRICS.value
 
@@ -223,6 +66,8 @@ class Reporter:
         values: dict[str, float | None],
         num_samples: int | None,
         proof: dict[str, Any] | None = None,
+        waited_s: float | None = None,
+        num_tokens: int | None = None,
     ) -> float:
         """Report a step's metrics. Return the seconds since the step before it.
 
@@ -230,6 +75,9 @@ class Reporter:
             values: None for a metric that is not finite. The step's speed is added here.
             num_samples: samples of the global batch; None if they are not known.
             proof: digests of the step, complete before it is sent; None for a user's own loop.
+            waited_s: how long a rank waited for its data, the longest of all ranks; None if that is
+                not known.
+            num_tokens: tokens of the global batch; None if no lengths of samples say it.
         """
         now, at = time.perf_counter(), head_clock.now()
         step_s, self._step_began = now - self._step_began, now
@@ -239,6 +87,10 @@ class Reporter:
         if num_samples is not None:
             values["samples_per_s"] = samples_per_s = num_samples / step_s
             values.update(self._speed.figures(samples_per_s))
+        if num_tokens is not None:
+            values["tokens_per_s"] = num_tokens / step_s
+        if waited_s is not None:
+            values[DATA_WAIT] = min(1.0, waited_s / step_s)
         point = {"step": self._state.step, "at": at, "values": values}
         if proof is not None:
             point["proof"] = proof

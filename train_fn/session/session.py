@@ -39,7 +39,8 @@ from train_fn.checkpoints.saver import FINAL_PATIENCE_S, STOP_PATIENCE_S, Saver
 from train_fn.context import WorkerContext
 from train_fn.errors import PeersGone, Replaced, StepNotWhole
 from train_fn.recovery.evidence import RankError, describe_error
-from train_fn.session.report import SAMPLES_ALONE, Reporter, Speed
+from train_fn.session.report import Reporter
+from train_fn.session.speed import SAMPLES_ALONE, Speed
 from train_fn.snapshots.keeper import Adopt, Exchange, Remains, Restored, StateKeeper
 from train_fn.snapshots.leaving import OVERHEAD_BYTES
 from train_fn.snapshots.pieces import PieceKeeper

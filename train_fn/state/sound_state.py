@@ -50,7 +50,7 @@ def ledger_fault(state: Mapping[str, Any], sampler: Sampler) -> str | None:
     closed = state["closed_epochs"] >= state["epoch"]
     expected = sampler.num_samples
     if closed:
-        expected = min(state["k"] * sampler.global_batch_size, expected)
+        expected = sampler.num_before(state["k"])
     ledger = state["ledger"]
     found = ledger["used_once"] + ledger["missing"]
     if found == expected:

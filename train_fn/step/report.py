@@ -31,6 +31,8 @@ class Votes(NamedTuple):
     """Whether to save the state after this step."""
     own_s: float = 0.0
     """Seconds of this rank's own work in the step before."""
+    data_s: float = 0.0
+    """Seconds that this rank has waited for its loader since its report before."""
 
 
 NO_VOTES = Votes()
@@ -118,6 +120,8 @@ class StepTotals(NamedTuple):
     """The sum of (rank + 1) over ranks whose loss is not finite."""
     headers: tuple[float, ...] = ()
     """For each rank the same number of values, the fingerprint of its step before this one."""
+    data_s: tuple[float, ...] = ()
+    """For each rank, the seconds that it waited for its loader in this step."""
 
     def fault(self, step: int, num_samples: int) -> str | None:
         """Return why these totals are not those of a complete step; None if they are.
@@ -222,10 +226,10 @@ def decode_integers(sums: bytes, ends: Sequence[int]) -> list[int]:
 # Each rank receives the rows of all ranks, and computes the step's totals from them. So losses and
 # weights are exact, and the same at every world size: ``math.fsum`` rounds once.
 
-_FIXED = struct.Struct("<QqqqQQQdQQQI5?")
+_FIXED = struct.Struct("<QqqqQQQddQQQI5?")
 """Steps done and one more, which is never 0; samples, unexpected, missing, hash; fingerprint; a
-checkpoint's step; seconds of own work; updates, hash of names, batch; how many numbers; cancel,
-pause, save, ended, epoch's end."""
+checkpoint's step; seconds of own work, and of waiting for data; updates, hash of names, batch; how
+many numbers; cancel, pause, save, ended, epoch's end."""
 
 
 class ReportRows:
@@ -250,6 +254,7 @@ class ReportRows:
             report.fingerprint,
             votes.checkpoint_step,
             votes.own_s,
+            votes.data_s,
             report.num_updates,
             report.names_hash,
             report.batch,
@@ -265,8 +270,8 @@ class ReportRows:
     def decode(self, data: bytes) -> StepReport | None:
         """Return the report of a rank; None if it sent nothing."""
         fixed = _FIXED.unpack_from(data)
-        mark, counts, (cancel, pause, save, *ends) = fixed[0], fixed[1:5], fixed[12:]
-        fingerprint, saved, own_s, num_updates, names_hash, batch, length = fixed[5:12]
+        mark, counts, (cancel, pause, save, *ends) = fixed[0], fixed[1:5], fixed[13:]
+        fingerprint, saved, own_s, data_s, num_updates, names_hash, batch, length = fixed[5:13]
         if mark == 0:
             return None
         stop: Stop | None = "cancel" if cancel else "pause" if pause else None
@@ -275,7 +280,7 @@ class ReportRows:
             Count(*counts),
             self._numbers.unpack_from(data, _FIXED.size)[:length],
             fingerprint,
-            Votes(stop, saved, save, own_s),
+            Votes(stop, saved, save, own_s, data_s),
             num_updates,
             ends[0],
             names_hash,
@@ -320,6 +325,7 @@ def totals_of(reports: Sequence[StepReport | None]) -> StepTotals:
         tuple(0.0 if report is None else report.votes.own_s for report in reports),
         float(sum(rank + 1 for rank in nonfinite)),
         tuple(0.0 if report is None else float(report.fingerprint) for report in reports),
+        tuple(0.0 if report is None else report.votes.data_s for report in reports),
     )
 
 

@@ -42,13 +42,14 @@ from train_fn.step.report import (
 # - the bytes of the integer fields, in the order of ``StepFacts``;
 # - the bytes of the sample hash, which differ from step to step, unlike most other fields;
 # - for each rank a slot for the mark of its step, then for each rank one for its own seconds, then
-#   for each rank those of its fingerprint of the step before.
+#   for each rank one for those that it waited for data, then for each rank those of its fingerprint
+#   of the step before.
 
 NUM_FRACTIONS = 3
 NUM_OF_HEADER = 3
 """Slots of a rank's fingerprint: 12 bits in each, which float32 holds exactly, even multiplied by
 the world size."""
-NUM_OF_RANK = 2 + NUM_OF_HEADER
+NUM_OF_RANK = 3 + NUM_OF_HEADER
 """All slots of a rank."""
 _SLOT_BITS = 12
 _FIELDS = "QBIIIQBBB"
@@ -171,7 +172,7 @@ class ReportSums:
     def gradient(self, votes: Votes = NO_VOTES) -> torch.Tensor:
         """Return the numbers that ``backward`` sends, in a tensor that the next call overwrites.
         Nothing here waits for a CUDA device."""
-        stop, checkpoint_step, save, own_s = votes
+        stop, checkpoint_step, save, own_s, data_s = votes
         world_size, rank = self._peers.world_size, self._peers.rank
         loss, weight, (samples, encoded_hash) = self._loss, self._weight, self._expected
         nonfinite = not math.isfinite(loss)
@@ -187,7 +188,8 @@ class ReportSums:
         _SUMMED.pack_into(self._outgoing.data, 0, *fractions, fields, encoded_hash)
         self._outgoing[NUM_SUMMED + rank] = world_size * step_mark(self._step)
         self._outgoing[NUM_SUMMED + world_size + rank] = world_size * own_s
-        begin = NUM_SUMMED + 2 * world_size + NUM_OF_HEADER * rank
+        self._outgoing[NUM_SUMMED + 2 * world_size + rank] = world_size * data_s
+        begin = NUM_SUMMED + 3 * world_size + NUM_OF_HEADER * rank
         self._outgoing[begin : begin + NUM_OF_HEADER] = encode_header(self._fingerprint, world_size)
         if not self._on_device:
             return self._outgoing_tensor
@@ -207,7 +209,7 @@ class ReportSums:
         loss, nonfinite_ranks, fraction, fields, hash_sums, *of_ranks = self._received.unpack(sums)
         facts, world_size = decode_facts(fields), self._peers.world_size
         marks, own_s = of_ranks[:world_size], of_ranks[world_size : 2 * world_size]
-        headers = of_ranks[2 * world_size :]
+        data_s, headers = of_ranks[2 * world_size : 3 * world_size], of_ranks[3 * world_size :]
         return StepTotals(
             loss,
             fraction + facts.weight,
@@ -217,6 +219,7 @@ class ReportSums:
             tuple(own_s),
             nonfinite_ranks,
             tuple(headers),
+            tuple(data_s),
         )
 
     def _numbers_on_device(self) -> torch.Tensor:
@@ -267,6 +270,8 @@ class StepPlan(NamedTuple):
     """The ledger's hash of each micro-batch's samples."""
     expected: Expected
     """What the rank sends about its samples if the loader yields all of these."""
+    num_tokens: int | None = None
+    """Tokens in the global batch, if its samples have a known length."""
 
 
 class StepPlans:
@@ -285,29 +290,29 @@ class StepPlans:
 
     def _plan(self, first: int) -> list[StepPlan]:
         sampler = self._sampler
-        shares: list[tuple[int, list[MicroBatch]]] = []
+        shares: list[tuple[int, int | None, list[MicroBatch]]] = []
         places: list[tuple[int, int]] = []
         num_samples = 0
         while len(shares) < _MOST_STEPS and num_samples < _MOST_SAMPLES:
             step = first + len(shares)
             epoch, k = divmod(step, sampler.steps_per_epoch)
             share = sampler.share(epoch, k, self._rank, self._world_size)
-            shares.append((sampler.size_of(k), share))
+            shares.append((sampler.size_of(k), sampler.tokens_in(epoch, k), share))
             places += [(epoch, step)] * len(share)
             num_samples += sum(len(micro.indices) for micro in share)
         hashes = iter(
-            sample_hashes(places, [micro.indices for _, share in shares for micro in share])
+            sample_hashes(places, [micro.indices for *_, share in shares for micro in share])
         )
-        of_steps = [[next(hashes) for _ in share] for _, share in shares]
+        of_steps = [[next(hashes) for _ in share] for *_, share in shares]
         sums = [sum(each) & MASK64 for each in of_steps]
         encoded = encode_hashes(sums, self._world_size)
         counts = [
             Count(sum(len(micro.indices) for micro in share), 0, 0, total)
-            for (_, share), total in zip(shares, sums, strict=True)
+            for (*_, share), total in zip(shares, sums, strict=True)
         ]
         return [
-            StepPlan(size, share, of_step, Expected(count, encoded_hash))
-            for (size, share), of_step, count, encoded_hash in zip(
+            StepPlan(size, share, of_step, Expected(count, encoded_hash), tokens)
+            for (size, tokens, share), of_step, count, encoded_hash in zip(
                 shares, of_steps, counts, encoded, strict=True
             )
         ]

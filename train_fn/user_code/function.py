@@ -53,6 +53,10 @@ GUARANTEE = (
     "A train_fn resumes from the newest checkpoint that it reported. Later steps are repeated, and "
     "its own loader decides which samples they use."
 )
+DATASETS_GUARANTEE = (
+    " Its Ray Data sets are built anew in every attempt: the epoch begins again, so samples of it "
+    "may be used twice, unless the function kept its place and skips to it."
+)
 SCRIPT_GUARANTEE = (
     "A script goes on from the checkpoints that it writes itself: what it did since the last of "
     "them is done again, and which samples it sees is up to its own loader."
@@ -79,6 +83,8 @@ def calls_ray(storage: Storage, spec: RunSpec) -> bool:
     package of which only its name is known, or they cannot be read. Who reads them next tells."""
     if spec.code is None or not spec.runs_own_function:
         return False
+    if spec.code.datasets is not None:
+        return True
     try:
         code = files_on_node(storage, spec.code.archive)
     except StorageError:
@@ -367,13 +373,14 @@ def protection() -> LoopProtection | None:
 def _facts(ctx: WorkerContext) -> dict[str, Any]:
     """Return the data of ``training_started``. Unlike Everstep's loop, a function does not reveal
     its number of steps or parameters."""
+    datasets = DATASETS_GUARANTEE if code_of(ctx).datasets is not None else ""
     unknown = dict.fromkeys(
         ("total_steps", "steps_per_epoch", "num_samples", "num_parameters", "micro_batch_size")
     )
     return {
         **unknown,
         "snapshots": "none",
-        "guarantee": SCRIPT_GUARANTEE if ctx.spec.runs_script else GUARANTEE,
+        "guarantee": SCRIPT_GUARANTEE if ctx.spec.runs_script else GUARANTEE + datasets,
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),
     }

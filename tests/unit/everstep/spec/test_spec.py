@@ -32,6 +32,7 @@ CONTRACT: dict[str, Any] = {
     "train": {
         "epochs": 5,
         "max_steps": None,
+        "batch_by": "samples",
         "global_batch_size": 128,
         "micro_batch_size": 32,
         "precision": "fp32",

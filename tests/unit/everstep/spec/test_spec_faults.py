@@ -208,6 +208,7 @@ def test_all_faults_are_found_at_once() -> None:
         ({"name": "a", "code": {**SCRIPT, "script": "run.sh"}}, "code.script", "ends in .py"),
         ({"name": "a", "code": {**SCRIPT, "script": "-m a/b"}}, "code.script", "-m pkg.train"),
         ({"name": "a", "code": {**SCRIPT, "config": {"a": 1}}}, "code.config", "to code.argv"),
+        ({"name": "a", "code": {**OWN, "datasets": "a:b"}}, "code.datasets", "set train_fn"),
         ({"name": "a", "code": {**OWN, "argv": ["--lr", "1"]}}, "code.argv", "to code.args"),
         ({"name": "a", "code": {**SCRIPT, "argv": [0.1]}}, "code.argv.0", "must be text"),
         ({"name": "a", "code": SCRIPT, "train": {"epochs": 3}}, "train", "move it to code.argv"),

@@ -82,6 +82,17 @@ async def test_what_happened_is_counted_once(api: ApiService) -> None:
     assert {name: values[name] for name in expected} == expected
 
 
+async def test_a_training_run_shows_its_speed_as_far_as_it_is_known(api: ApiService) -> None:
+    run_id, journal = await api.running()
+    point = {"step": 4, "at": 1.0, "values": {"samples_per_s": 310.0, "data_wait": 0.03}}
+    api.apply(run_id, [journal.event(EventKind.METRICS, points=[point])])
+    values = await figures(api)
+    of_run = f'{{project="default",run="{run_id}"}}'
+    assert values["everstep_run_samples_per_second" + of_run] == 310
+    assert values["everstep_run_data_wait_ratio" + of_run] == 0.03
+    assert not [name for name in values if "mfu" in name or "tokens" in name]
+
+
 async def test_the_oldest_queued_run_and_the_time_by_bucket(api: ApiService) -> None:
     await api.create(project="slow")
     api.clock.now += 90

@@ -34,6 +34,9 @@ class Loop:
     def take(self, share: Share) -> None:
         self.taken.append(share)
 
+    def waited(self, seconds: float) -> None:
+        pass
+
 
 def numbers(length: int) -> TensorDataset:
     return TensorDataset(torch.arange(length))

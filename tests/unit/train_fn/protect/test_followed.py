@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import islice
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,6 +49,9 @@ class Loop:
         return self._holds
 
     def begin_step(self) -> None:
+        pass
+
+    def waited(self, seconds: float) -> None:
         pass
 
     def gather(self, value: Any) -> list[Any]:
@@ -707,6 +710,85 @@ def test_a_loader_that_is_another_one_whenever_it_is_begun_is_refused_at_its_fir
 ) -> None:
     with pytest.raises(BadTask, match=words):
         next(FollowedLoader(loader).batches(Loop()))
+
+
+class ByLength:
+    """Batches of numbers, another count in each epoch; a sampler as those that pack by tokens."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def batches(self) -> list[list[int]]:
+        drawn = random.Random(f"{self.seed} {self.epoch}")
+        order, found = drawn.sample(range(20), 20), []
+        while order:
+            size = drawn.randint(1, 6)
+            found.append(order[:size])
+            order = order[size:]
+        return found
+
+    def __len__(self) -> int:
+        return len(self.batches())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches())
+
+
+class CountsItself(ByLength):
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epoch += 1
+        return iter(self.batches())
+
+
+class DrawsAtRandom(ByLength):
+    times = count()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches()[:: 1 if next(self.times) % 2 else -1])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("done", [1, 4, 6, 9])
+def test_a_batch_sampler_goes_on_at_the_very_batch(done: int, num_workers: int) -> None:
+    def made() -> Any:
+        return es.loader(numbers(), batch_sampler=ByLength(), num_workers=num_workers)
+
+    whole = read(made(), Loop(), epochs=3)
+    assert sorted(each for batch, _ in whole for each in batch) == sorted(3 * [*range(20)])
+    first, loop = made(), Loop()
+    before = read(first, loop, done)
+    second = made()
+    second.load_state_dict(first.state_dict())
+    assert before + read(second, loop, epochs=3) == whole
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (CountsItself(), r"set_epoch\(epoch\)"),
+        (DrawsAtRandom(), r"draws from what nothing seeds"),
+        (iter([[1, 2], [3]]), r"is a list_iterator, which cannot begin an epoch again"),
+        (7, r"is a int, which cannot"),
+    ],
+)
+def test_a_batch_sampler_that_cannot_be_followed_is_refused_where_the_loop_starts(
+    sampler: Any, words: str
+) -> None:
+    with pytest.raises(BadTask, match=words):
+        next(es.loader(numbers(), batch_sampler=sampler).batches(Loop()))
+
+
+def test_a_batch_sampler_decides_alone() -> None:
+    with pytest.raises(BadTask, match="leave global_batch_size, seed and drop_last out"):
+        es.loader(numbers(), 8, batch_sampler=ByLength())
+    with pytest.raises(BadTask, match="takes no other argument"):
+        es.loader(shuffled(), batch_sampler=ByLength())
 
 
 def test_one_that_counts_only_later_is_refused_at_a_restart() -> None:

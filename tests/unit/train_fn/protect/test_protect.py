@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -476,6 +477,36 @@ def test_the_end_of_an_epoch_is_never_taken_for_the_run_s(
     found = read_journal(run_dir, 1, None, 1000)[0]
     began = [event.data for event in found if event.kind is EventKind.TRAINING_STARTED]
     assert [each["total_steps"] for each in began] == 2 * expected
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_loop_says_how_long_it_waited_for_its_loader(
+    is_followed: bool, protect: Callable[..., Protected], model: nn.Module, tmp_path: Path
+) -> None:
+    class Slow(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.01)
+            return super().__getitem__(index)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dataset = Slow(torch.randn(24, 4))
+    loaded = (
+        es.loader(DataLoader(dataset, batch_size=8))
+        if is_followed
+        else es.loader(dataset, global_batch_size=8)
+    )
+    with protect(optimizer=optimizer, extra={"data": loaded} if is_followed else {}) as state:
+        for batch in loaded.batches(state, epochs=1):
+            state.step(loss=train(model, optimizer, *batch))
+    found = read_journal(RunDir(open_storage(str(tmp_path / "storage")), "run"), 1, None, 1000)[0]
+    values = [
+        point["values"]
+        for event in found
+        if event.kind is EventKind.METRICS
+        for point in event.data["points"]
+    ]
+    assert "data_wait" not in values[0], "no step before it"
+    assert len(values) == 3 and all(0.3 < each["data_wait"] <= 1 for each in values[1:])
 
 
 def test_a_loader_for_a_loop_to_iterate_itself_is_refused(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +15,37 @@ from torch import nn
 
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.tasks import GptArgs, MiniResNetArgs
+from everstep.text import words
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.saves import make_state
 from train_fn.errors import BadTask
+from train_fn.loop import build
+from train_fn.loop.attempt import train
 from train_fn.models import Gpt, MiniResNet
-from train_fn.session.report import Reporter, Speed, counted_flops, declared, peak_of, speed_of
+from train_fn.session.report import Reporter
+from train_fn.session.speed import (
+    FlopCount,
+    Speed,
+    counted_flops,
+    declared,
+    peak_of,
+    speed_of,
+)
 
 pytestmark = pytest.mark.own_process
+
+
+SPEC = {
+    "name": "speed",
+    "task": {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    },
+}
 
 
 class Text:
@@ -167,22 +192,13 @@ def test_anything_but_a_positive_number_is_refused(said: Any) -> None:
 
 
 def test_every_step_reports_the_figures_beside_its_samples(tmp_path: Any) -> None:
-    spec = RunSpec.model_validate(
-        {
-            "name": "speed",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
-        }
-    )
+    spec = RunSpec.model_validate(SPEC)
     ctx = one_rank(spec, RunDir(open_storage(str(tmp_path)), "run_speed"))
     task: Any = Text()
     task.tokens_per_sample = 16
     reporter = Reporter(ctx, make_state(), speed=speed_of(ctx, task, 2e6))
     reporter.step_done({"loss": 1.0}, 8)
-    reporter.step_done({"loss": 1.0}, None)
+    reporter.step_done({"loss": 1.0}, None, waited_s=1e9)
     reporter.close()
     points = [
         each for data in journal_of(ctx).of_kind(EventKind.METRICS) for each in data["points"]
@@ -191,4 +207,85 @@ def test_every_step_reports_the_figures_beside_its_samples(tmp_path: Any) -> Non
     assert values["tokens_per_s"] == pytest.approx(16 * values["samples_per_s"])
     assert values["tflops_per_s"] == pytest.approx(2e-6 * values["samples_per_s"])
     assert "mfu" not in values, "a CPU has no published peak"
-    assert points[1]["values"].keys() == {"loss", "step_s"}
+    assert points[1]["values"].keys() == {"loss", "step_s", "data_wait"}
+    assert points[1]["values"]["data_wait"] == 1.0
+
+
+# ---------------------------------------------------------------- measured in a run
+
+
+def passed(model: nn.Module, batch: Any, count: FlopCount | None) -> list[torch.Tensor]:
+    with nullcontext() if count is None else count:
+        Images().loss(model, batch)[0].backward()  # type: ignore[no-untyped-call]
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_pass_that_is_counted_computes_the_same_bits() -> None:
+    batch = (torch.randn(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64))
+    one = MiniResNet(MiniResNetArgs(width=8), 3, 10, 32)
+    other, count = copy.deepcopy(one), FlopCount()
+    assert all(map(torch.equal, passed(one, batch, None), passed(other, batch, count)))
+    assert count.of_sample(4) == counted_flops(Images(), one, batch, 4)  # type: ignore[arg-type]
+
+
+def test_a_pass_with_an_operator_of_unknown_work_has_no_count() -> None:
+    @torch.library.custom_op("everstep_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    count = FlopCount()
+    with count:
+        twice(torch.ones(2, 2) @ torch.ones(2, 2))
+    assert count.of_sample(1) is None
+
+
+class Slow:
+    """Says nothing of its work. Reading, or its loss, takes most of a step."""
+
+    peak_flops_per_s = 1e12
+
+    def __init__(self, *, reads: bool) -> None:
+        self.reads = reads
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(4, 2)
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": self, "val": None}
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.04 * self.reads)
+        return torch.full((4,), float(index))
+
+    def loss(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        time.sleep(0.2 * (not self.reads))
+        return model(batch).square().sum(), len(batch)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_run_says_its_work_and_how_long_it_waited_for_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    task = Slow(reads=reads)
+    monkeypatch.setattr(build, "build_task", lambda spec: task)
+    train_spec = {"global_batch_size": 8, "micro_batch_size": 4, "loader": {"num_workers": 0}}
+    spec = {**SPEC, "train": train_spec, "scaling": {"use_gpu": False}}
+    ctx = one_rank(RunSpec.model_validate(spec), RunDir(open_storage(str(tmp_path)), "run_slow"))
+    assert train(ctx) is None
+    points = [point["values"] for point in journal_of(ctx).points]
+    assert [each["data_wait"] > 0.5 for each in points] == [reads, reads]
+    flops = 4 * 8  # forward, and of the weights alone: images have no gradient
+    for each in points:
+        assert each["tflops_per_s"] == pytest.approx(flops * each["samples_per_s"] / 1e12)
+        assert each["mfu"] == pytest.approx(each["tflops_per_s"])
+
+
+def test_people_read_what_is_known() -> None:
+    known = {"samples_per_s": 310.4, "tokens_per_s": 4966.4, "mfu": 0.41, "data_wait": 0.034}
+    assert words.speed(known) == (
+        "310 samples/s, 4,966 tokens/s, 41.0 % MFU, 3 % of a step waiting for data"
+    )
+    assert words.speed({"loss": 0.5, "mfu": 41.0}) is None, "a metric of the user's own"
