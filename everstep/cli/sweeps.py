@@ -18,6 +18,7 @@ from everstep.code import GIT_TAG, git_state, with_code
 from everstep.errors import EverstepError, UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.yaml_file import read_spec
+from everstep.supported import install_command
 from everstep.wire.events import mode_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def sweep(
     as they are; `everstep sweep --study NAME` goes on with them."""
     for package in ("optuna", "cmaes"):
         if importlib.util.find_spec(package) is None:
-            raise UsageError(f"{package} is not installed; run: pip install 'everstep[sweeps]'")
+            raise UsageError(f"{package} is not installed; run: {install_command('sweeps')}")
     from everstep.client.study import Sweep, begun, opened
 
     raw: dict[str, Any] = {}
