@@ -9,17 +9,22 @@ import copy
 import gzip
 import hashlib
 import io
+import logging
 import os
 import re
 import shlex
 import stat
+import subprocess
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from everstep.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------- rules
 
@@ -43,6 +48,8 @@ REQUIREMENT_PATTERN = (
 """A package by name, extras and versions."""
 ENTRY_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
 
+GIT_TAG = "git"
+"""Tag of a run that says which commit its code was packed from."""
 MODULE_FLAG = "-m "
 """A script that begins with it is a module, run as ``python -m`` does."""
 _MODULE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
@@ -298,6 +305,21 @@ _NEVER = frozenset(
         ".ipynb_checkpoints",
     }
 )
+_SECRETS = frozenset(
+    [
+        ".aws",
+        ".env",
+        ".git-credentials",
+        ".netrc",
+        ".pypirc",
+        ".ssh",
+        "_netrc",
+        "id_ecdsa",
+        "id_ed25519",
+        "id_rsa",
+    ]
+)
+"""Names of files and directories with passwords and keys; files of ``*.pem`` hold some, too."""
 _PACKAGE = "__init__.py"
 _SUFFIXES = (".zip", ".tar.gz", ".tgz")
 
@@ -308,7 +330,7 @@ def pack(path: str | os.PathLike[str]) -> bytes:
     Raises UsageError if the path does not exist, contains no module, is too large, contains a link
     that points outside, or a module with a reserved name.
     """
-    source = Path(path).expanduser()
+    source, largest = Path(path).expanduser(), ""
     try:
         if source.is_file() and source.name.endswith(_SUFFIXES):
             data = source.read_bytes()
@@ -316,12 +338,13 @@ def pack(path: str | os.PathLike[str]) -> bytes:
             files = {source.name: source} if source.is_file() else _files_of(source)
             _check(source, files)
             data = _archive(files)
+            largest = f"; {_largest(files)}"
     except OSError as exc:
         raise UsageError(f"{exc.filename or source} cannot be read: {exc.strerror or exc}") from exc
     if len(data) > MAX_ARCHIVE_BYTES:
         raise UsageError(
             f"the archive of {source} is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; list data in "
-            ".everstepignore"
+            f".everstepignore{largest}"
         )
     return data
 
@@ -330,14 +353,28 @@ def _files_of(source: Path) -> dict[str, Path]:
     """Return files by their path in the archive."""
     if not source.is_dir():
         raise UsageError(f"{source} does not exist; give the directory that contains your package")
-    return {str(file.relative_to(source)): file for file in _walk(source, source, _Ignored(source))}
+    ignored = _Ignored(source)
+    files = {str(file.relative_to(source)): file for file in _walk(source, source, ignored)}
+    if secrets := [str(path.relative_to(source)) for path in ignored.secrets]:
+        logger.warning(
+            "left out of the code, since they look like secrets: %s. `!NAME` in .everstepignore "
+            "takes one in",
+            ", ".join(secrets),
+        )
+    return files
 
 
 def _walk(source: Path, directory: Path, ignored: _Ignored) -> Iterator[Path]:
     ignored.read(directory)
     for path in sorted(directory.iterdir()):
         is_dir = path.is_dir() and not path.is_symlink()
-        if path.name in _NEVER or path.suffix == ".pyc" or ignored.leaves_out(path, is_dir=is_dir):
+        if path.name in _NEVER or path.suffix == ".pyc":
+            continue
+        is_ignored = ignored.says(path, is_dir=is_dir)
+        if is_ignored is None and (path.name in _SECRETS or path.suffix == ".pem"):
+            ignored.secrets.append(path)
+            continue
+        if is_ignored:
             continue
         if is_dir:
             if not (path / "pyvenv.cfg").exists():  # a virtual environment
@@ -370,6 +407,8 @@ class _Ignored:
     """
 
     def __init__(self, source: Path) -> None:
+        self.secrets: list[Path] = []
+        """What was left out since it looks like a secret."""
         self._installed: set[Path] = set()
         self._specs: dict[tuple[str, Path], object] = {}
         above = source.resolve()
@@ -396,9 +435,9 @@ class _Ignored:
             if name != ".gitignore" or not hides_package:
                 self._specs[name, self._absolute(directory)] = spec
 
-    def leaves_out(self, path: Path, *, is_dir: bool) -> bool:
-        """Return whether a path is ignored. As in git, the innermost file that matches it
-        decides."""
+    def says(self, path: Path, *, is_dir: bool) -> bool | None:
+        """Return whether a path is ignored; None if no file names it. As in git, the innermost file
+        that matches it decides."""
         absolute = self._absolute(path)
         for name in IGNORE_FILES:
             for parent in absolute.parents:
@@ -408,7 +447,7 @@ class _Ignored:
                 found = spec.check_file(str(absolute.relative_to(parent)) + ("/" if is_dir else ""))  # type: ignore[attr-defined]
                 if found.include is not None:
                     return bool(found.include)
-        return False
+        return None
 
     def _absolute(self, path: Path) -> Path:
         """Return the path below the resolved source, without resolving links on the way."""
@@ -421,14 +460,12 @@ class _Ignored:
 
 def _check(source: Path, files: dict[str, Path]) -> None:
     """Refuse what the service would refuse, with the names that the user knows."""
-    sizes = sorted(((file.stat().st_size, name) for name, file in files.items()), reverse=True)
-    total_bytes = sum(size for size, _ in sizes)
+    total_bytes = sum(file.stat().st_size for file in files.values())
     if total_bytes > MAX_UNPACKED_BYTES or len(files) > MAX_FILES:
-        largest = ", ".join(f"{name} ({size >> 20} MiB)" for size, name in sizes[:3])
+        named = _largest(files) if len(files) <= MAX_FILES else _fullest(files)
         raise UsageError(
             f"{source} has {len(files)} files, {total_bytes >> 20} MiB; the limit is {MAX_FILES} "
-            f"files and {MAX_UNPACKED_BYTES >> 20} MiB. List data in .everstepignore; the largest "
-            f"files are {largest}"
+            f"files and {MAX_UNPACKED_BYTES >> 20} MiB. List data in .everstepignore; {named}"
         )
     problems = collisions(files.keys())
     if problems:
@@ -437,6 +474,39 @@ def _check(source: Path, files: dict[str, Path]) -> None:
         raise UsageError(
             f"{source} contains no Python module; give the directory that contains your package"
         )
+
+
+def _largest(files: Mapping[str, Path]) -> str:
+    """Return the largest files, in words."""
+    sizes = sorted(((file.stat().st_size, name) for name, file in files.items()), reverse=True)
+    named = ", ".join(f"{name} ({size / (1 << 20):.1f} MiB)" for size, name in sizes[:3])
+    return f"the largest files are {named}"
+
+
+def _fullest(files: Mapping[str, Path]) -> str:
+    """Return the folders with the most files, in words."""
+    folders = Counter(name.rpartition("/")[0] or "." for name in files)
+    named = ", ".join(f"{name} ({count})" for name, count in folders.most_common(3))
+    return f"the folders with the most files are {named}"
+
+
+def git_state(path: str | os.PathLike[str]) -> str | None:
+    """Return commit, branch and whether something has changed since, of a directory's code; None
+    outside of a git repository."""
+    source = Path(path).expanduser()
+    folder = source if source.is_dir() else source.parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip()
+
+    try:
+        commit, branch = git("rev-parse", "--short=12", "HEAD"), git("branch", "--show-current")
+        is_dirty = bool(git("status", "--porcelain", "--", "." if source.is_dir() else source.name))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{commit}{branch and f' on {branch}'}{', with changes' if is_dirty else ''}"[:256]
 
 
 def _archive(files: dict[str, Path]) -> bytes:

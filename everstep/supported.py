@@ -7,8 +7,11 @@ docs/decisions/0015-versions-are-those-that-were-run.md says what was run on whi
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
+import shlex
 from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
 
 Release = tuple[int, int]
 
@@ -80,3 +83,16 @@ def problem_here(where: str, *names: str) -> str | None:
         if problem := supported.problem(version, where):
             return problem
     return None
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs Everstep again with an extra, from where it came: a clone, a
+    wheel, or an index."""
+    # a clone has a second one, which setuptools leaves there
+    found = importlib.metadata.distributions(name="everstep")
+    sources = (each.read_text("direct_url.json") for each in found)
+    origin = json.loads(next((each for each in sources if each), "{}"))
+    url = urlsplit(str(origin.get("url", "")))
+    place = unquote(url.path) if url.scheme == "file" else "everstep"
+    option = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {option}{shlex.quote(f'{place}[{extra}]')}"

@@ -79,6 +79,9 @@ find_python() {
 refuse_python() {
     local found
     found=$("${PYTHON:-python3}" --version 2>/dev/null || echo "no ${PYTHON:-python3}")
+    if [ "$found" = "no python3" ]; then
+        fail "Everstep needs Python 3.11 to 3.14, and here is $found. On Debian and Ubuntu: sudo apt-get install python3 python3-venv. Or install uv (https://docs.astral.sh/uv), which gets one."
+    fi
     if in_range "${PYTHON:-python3}"; then
         fail "$found has no venv module with pip. Install it (on Debian and Ubuntu: sudo apt-get install python3-venv), or install uv."
     fi
@@ -102,16 +105,17 @@ make_environment() {
     fi
 }
 
-check_directory() {  # this user can write it, and it has room for what is missing
-    local needed=$cpu_mb free
+check_directory() {  # this user can write it
     if [ -e "$venv" ] && [ ! -w "$venv" ]; then
         fail "$venv belongs to $(stat -c %U "$venv") and cannot be written. Remove it, or use another: make VENV=/path …"
     fi
     [ -w "$(dirname "$venv")" ] || fail "$(realpath "$(dirname "$venv")") cannot be written. Clone into a directory of your own, or use another environment: make VENV=/path …"
-    [ -z "$(has_torch)" ] || return 0
-    ! has_gpu || needed=$cuda_mb
+}
+
+check_room() {  # for torch of the kind that comes, and all else: check_room MB TORCH
+    local free
     free=$(df --output=avail -BM "$(dirname "$venv")" | tail -1 | tr -dc 0-9)
-    [ "$free" -ge "$needed" ] || fail "$(realpath "$(dirname "$venv")") has $free MB free, and the environment needs $needed MB. Free some, or put it elsewhere: make VENV=/path …"
+    [ "$free" -ge "$1" ] || fail "$(realpath "$(dirname "$venv")") has $free MB free, and the environment needs $1 MB with $2. Free some, or put it elsewhere: make VENV=/path …"
 }
 
 has_gpu() {
@@ -142,18 +146,32 @@ answers() {  # whether an index has torch, asked for five seconds
     "$venv/bin/python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=5)' "$1" >/dev/null 2>&1
 }
 
+require_index() {  # pip reaches one by its own settings, or has wheels of its own
+    local pip_settings index
+    pip_settings=$("$venv/bin/python" -m pip config list 2>/dev/null || true)
+    [ -z "$(pip_setting find-links)" ] || return 0
+    index=$(pip_setting index-url)
+    "$venv/bin/python" -m pip index versions setuptools --disable-pip-version-check --retries 1 --timeout 10 >/dev/null 2>&1 ||
+        fail "No package index answers (pip asked ${index:-https://pypi.org/simple}). Connect this machine, or name a mirror: PIP_INDEX_URL=https://… make …"
+}
+
 install_torch_for_cpus() {  # alone, so that nothing else comes from that index
-    if has_gpu || [ -n "$(has_torch)" ]; then
+    if [ -n "$(has_torch)" ]; then
         return
+    elif has_gpu; then
+        check_room "$cuda_mb" "torch for CUDA"
     elif [ -n "$torch_index" ] && answers "$torch_index"; then
+        check_room "$cpu_mb" "torch for CPUs"
         timed "Installing torch without CUDA, since this machine has no NVIDIA GPU" install --index-url "$torch_index" --no-deps torch torchvision
     else
+        check_room "$cuda_mb" "the package index's torch, perhaps with CUDA, as no index with torch for CPUs answers (TORCH_INDEX=https://… names one)"
         echo "==> No index with torch for CPUs answers: it comes from the package index, perhaps with CUDA (4 GB more)"
     fi
 }
 
 check_directory
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 && in_range "$venv/bin/python" || make_environment
+[ -n "$(has_torch)" ] || require_index
 install_torch_for_cpus
 timed "Installing Everstep with $extras (PyTorch and Ray are large)" install --editable ".[$extras]"
 echo "==> Installed: $("$venv/bin/python" -c 'from importlib.metadata import version as v; print(", ".join(f"{p} {v(p)}" for p in ("everstep", "torch", "torchvision", "ray")))')"

@@ -43,6 +43,7 @@ from everstep.spec.parsing import parse_spec
 from everstep.spec.tasks import Catalog
 from everstep.spec.tasks import catalog as known_here
 from everstep.spec.yaml_file import read_spec
+from everstep.supported import install_command
 
 TRAINING = "train_fn.standalone.command"
 """Imported by name: this house does not import the others, and most of its users have no torch."""
@@ -54,8 +55,8 @@ def imported_for_training(module: str) -> Any:
     missing = [name for name in TRAINING_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"training needs {', '.join(missing)}, not installed in this Python; run: pip install "
-            "'everstep[server]'"
+            f"training needs {', '.join(missing)}, not installed in this Python; run: "
+            f"{install_command('server')}"
         )
     return importlib.import_module(module)
 

@@ -33,6 +33,7 @@ from everstep.options.serve import (
     is_list,
     is_switch,
 )
+from everstep.supported import install_command
 from everstep.text import words
 from everstep.wire import ClusterInfo, Node
 from everstep.wire.cluster import StorageStatus
@@ -53,7 +54,7 @@ def require_server() -> None:
     if missing:
         message = (
             f"only Everstep's client is installed in this Python ({', '.join(missing)} missing); "
-            "run: pip install 'everstep[server]'"
+            f"run: {install_command('server')}"
         )
         raise terminal().fail(message, Exit.USAGE, {"code": "server_missing", "missing": missing})
 

@@ -28,7 +28,7 @@ from everstep.cli.terminal import (
     command,
     terminal,
 )
-from everstep.code import rehearse_command, with_code
+from everstep.code import GIT_TAG, git_state, rehearse_command, with_code
 from everstep.errors import UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
@@ -92,6 +92,9 @@ def submit(
     known = None if idempotency_key else _known_rehearsal(parsed)
     if known is not None:
         parsed = parsed.model_copy(update={"tags": {**parsed.tags, REHEARSAL_TAG: known}})
+    state = None if idempotency_key or code is None else git_state(code)
+    if state is not None:
+        parsed = parsed.model_copy(update={"tags": {GIT_TAG: state, **parsed.tags}})
     client = terminal().client()
     if archive is not None:
         client.code.upload_packed(

@@ -14,10 +14,11 @@ from urllib.parse import urlencode
 import typer
 
 from everstep.cli import terminal as cli
-from everstep.code import with_code
+from everstep.code import GIT_TAG, git_state, with_code
 from everstep.errors import EverstepError, UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.yaml_file import read_spec
+from everstep.supported import install_command
 from everstep.wire.events import mode_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def sweep(
     as they are; `everstep sweep --study NAME` goes on with them."""
     for package in ("optuna", "cmaes"):
         if importlib.util.find_spec(package) is None:
-            raise UsageError(f"{package} is not installed; run: pip install 'everstep[sweeps]'")
+            raise UsageError(f"{package} is not installed; run: {install_command('sweeps')}")
     from everstep.client.study import Sweep, begun, opened
 
     raw: dict[str, Any] = {}
@@ -69,6 +70,8 @@ def sweep(
     if spec is not None or code is not None or study is None:
         raw, archive = with_code(None if spec is None else read_spec(spec), code, task)
         raw = apply_overrides(raw, overrides or [])
+        if code is not None and (state := git_state(code)) is not None:
+            raw = {**raw, "tags": {GIT_TAG: state, **(raw.get("tags") or {})}}
     name = study or str(raw.get("name") or "study").replace(" ", "-")
     file = Path(f"{name}.db") if "/" in name else Path("studies", f"{name}.db")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", file.stem):

@@ -106,6 +106,27 @@ def test_the_wheel_has_every_file_of_the_houses(wheel: Path, sources: list[str])
     }
 
 
+def test_a_script_beside_the_clone_imports_everstep_and_not_the_clones_folder(
+    sources: list[str], tmp_path: Path
+) -> None:
+    clone, site = tmp_path / "everstep", tmp_path / "site"
+    for name in [*sources, "pyproject.toml", "README.md", "LICENSE"]:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, clone / name)
+    build = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    run(sys.executable, "-c", build, cwd=clone)
+    [editable] = tmp_path.glob("everstep-*.whl")
+    with zipfile.ZipFile(editable) as packed:
+        packed.extractall(site)
+    found = (
+        f"import importlib.util, site, sys; site.addsitedir({str(site)!r}); "
+        f"sys.path.insert(0, {str(tmp_path)!r}); "
+        "print(importlib.util.find_spec('everstep').origin)"
+    )
+    origin = run(sys.executable, "-I", "-S", "-c", found, cwd=tmp_path).strip()
+    assert origin == str(clone / "everstep" / "__init__.py")
+
+
 def test_the_client_needs_no_torch_and_no_ray(wheel: Path, tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()

@@ -17,7 +17,7 @@ from train_fn.loop.attempt import train
 from train_fn.node import node_dir
 from train_fn.recovery.evidence import StepFailed
 from train_fn.snapshots import store as snapshot
-from train_fn.standalone.rank import begin_run
+from train_fn.standalone.start import begin_run
 
 BUILT_IN = {
     "name": "image_classification",

@@ -26,6 +26,7 @@ from typing import Any
 
 from everstep.spec.run_spec import WANDB_KEY, RunSpec
 from everstep.spec.sections import WandbSpec
+from everstep.supported import install_command
 from everstep.text import failure as failure_words
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
@@ -41,7 +42,7 @@ INIT_S = 30.0
 """Longest wait for the server to accept the run."""
 COPY_EVERY_S = 60.0
 """Interval of copies to storage that W&B cannot write to itself."""
-NOT_INSTALLED = "wandb is not installed on the driver's node: pip install 'everstep[wandb]' there"
+NOT_INSTALLED = "wandb is not installed on the driver's node; run there: "
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class WandbTracking(JournalFollower):
         try:
             import wandb
         except ImportError:
-            self._tell(problem=NOT_INSTALLED)
+            self._tell(problem=NOT_INSTALLED + install_command("wandb"))
             raise
         try:
             self._run = self._init(wandb)

@@ -29,7 +29,7 @@ def protect(
     storage: str = "out/protect",
     run_id: str | None = None,
     checkpoint: Mapping[str, Any] | None = None,
-    fresh: bool = False,
+    fresh: bool | None = None,
     total_steps: int | None = None,
 ) -> Protected:
     """Return the protected state of a training loop, a context manager.
@@ -47,10 +47,12 @@ def protect(
             after every step, or after every so many. As ``train.heirs`` of a spec.
         accelerator: of Hugging Face Accelerate, after ``prepare``. It takes the place of model,
             optimizer and scheduler, and ``step`` then commits once for accumulated gradients.
-        storage, run_id, checkpoint, fresh: of a loop that no service runs: where its checkpoints
-            are, the name of its directory there (by default the script's), the spec's section
-            ``checkpoint`` (``every_steps`` is ``auto`` unless given), and whether to begin anew. In
-            a service, the run has its own.
+        storage, run_id, checkpoint: of a loop that no service runs: where its checkpoints are, the
+            name of its directory there (by default made of the script's path and its arguments),
+            the spec's section ``checkpoint`` (``every_steps`` is ``auto`` unless given). In a
+            service, the run has its own.
+        fresh: True begins such a run anew. False goes on with one that was finished, even if the
+            script, its arguments or its place have changed since; by default that is refused.
         total_steps: of the whole run, if no loader's ``epochs`` or ``steps`` says it: the page then
             shows how far it is.
 

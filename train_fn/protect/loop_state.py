@@ -55,6 +55,8 @@ class LoopState(RunState):
         """Seeds the random numbers of every step. It is that of ``torch.manual_seed`` when the run
         began."""
         self._began_with = given_by(parts, self.seed)
+        self.unlike: list[str] = []
+        """What the restored run was begun with, and is given otherwise now."""
         self.why_alike: str | None = None
         """Why only the loop that began the run may go on with it; None if any may."""
         self.data: Batches | None = None
@@ -352,12 +354,12 @@ class LoopState(RunState):
                 "build it as before, or start a new run"
             )
         began, given = state["own_loop"].get("began_with", {}), self._began_with
-        unlike = [name for name in began if began[name] != given.get(name, began[name])]
-        if self.why_alike and state["step"] and unlike:
+        self.unlike = [name for name in began if began[name] != given.get(name, began[name])]
+        if self.why_alike and state["step"] and self.unlike:
             raise BadTask(
                 f"es.protect: {self.why_alike} at step {state['step']}, and began with another "
-                f"{few(unlike)}. Pass run_id=… for another training, one for each fold or phase, "
-                "or fresh=True to begin this one anew"
+                f"{few(self.unlike)}. Pass run_id=… for another training, one for each fold or "
+                "phase, or fresh=True to begin this one anew"
             )
         kept = {**state["task"]["parts"], **state["loaders"]}
         for what, saved, own in (

@@ -19,7 +19,7 @@ import torch
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
 from train_fn.checks.check import Moment
-from train_fn.errors import BadTask, StepNotWhole
+from train_fn.errors import BadTask, StepNotWhole, few
 from train_fn.own_loop import Left, StopAgreed
 from train_fn.protect.arguments import LoopParts, Torn
 from train_fn.protect.batches import Batches, Share
@@ -177,6 +177,13 @@ class Protected:
         self.must_be_alike = home.why_alike is not None
         self._training = training = prepare(ctx, state, self._torn)
         session = training.session
+        if state.unlike and self.rank == 0:
+            logger.warning(
+                "the run was begun with another %s: the learning rate, other options and the seed "
+                "are those of its state. To use what is given now, begin anew, or set it after "
+                "`with state:`",
+                few(state.unlike),
+            )
         session.begin(training_facts(session, state, self._total_steps))
         seeds, draws = zip(*training.peers.gather(own), strict=True)
         self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 import signal
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -61,6 +58,7 @@ from train_fn.standalone.rank import (
     say_line,
     stop_on_signals,
 )
+from train_fn.standalone.start import NO_ARCHIVE, present_program
 from train_fn.state.run_state import Shadows
 from train_fn.step.nccl import backend_of, fails_by_itself, group_backend
 from train_fn.step.peers import Peers
@@ -281,8 +279,6 @@ def state_to_keep(training: LoopTraining, is_known: bool) -> dict[str, Any] | st
 # Where a protected loop runs: in a run of the service, or on its own under torchrun or as one
 # process.
 
-_NO_ARCHIVE = "sha256:" + "0" * 64
-"""Stands for the code of a loop that no service runs."""
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
@@ -294,12 +290,12 @@ class OnItsOwn:
 
     storage: str
     run_id: str | None
-    """None for the name of the script."""
+    """None for a name after the program (``Program.run_name``)."""
     checkpoint: Mapping[str, Any]
     """The section ``checkpoint`` of a spec. By default, ``every_steps`` is ``auto``: how large the
     model is and how long its steps are is not known."""
-    fresh: bool
-    """Delete what an earlier run of this id left."""
+    fresh: bool | None
+    """Delete what an earlier run of this id left, or, if False, go on with it in any case."""
 
 
 class Home(Protocol):
@@ -368,7 +364,7 @@ class _OwnHome:
         device: torch.device,
         begun: _Begun,
         *,
-        fresh: bool,
+        fresh: bool | None,
     ) -> None:
         self._begun = begun
         self._handlers: dict[int, Any] = {}
@@ -381,9 +377,8 @@ class _OwnHome:
             spec, run_dir, place, device, fresh, stopping, say_line
         )
         left = f"run {spec.name} was left in this process" if begun.is_left else None
-        self.why_alike = f"run {spec.name} was finished before" if was_done else left
-        if self.why_alike and place.rank == 0 and not fresh:
-            say_line(f"{self.why_alike}, and goes on from there")
+        done = f"run {spec.name} was finished before" if was_done and fresh is None else left
+        self.why_alike = done
         begun.is_open = True
 
     def finished(self, stop: Stop | None) -> None:
@@ -433,7 +428,16 @@ _begun: dict[tuple[str, str], _Begun] = {}
 
 
 def _own_home(settings: OnItsOwn, device: torch.device) -> _OwnHome:
-    name = settings.run_id or name_of(Path(sys.argv[0]))
+    program = present_program()
+    if settings.run_id is None and program is None:
+        raise BadTask(
+            "es.protect(run_id=…) is missing: a notebook has no file to name its run after. Pass a "
+            "name, another one for each training"
+        )
+    place = _place(os.environ)
+    given = program.run_name(settings.storage) if program is not None else None
+    name = Peers(place.rank, place.world_size, device).share(settings.run_id or given, 0)
+    assert name is not None
     if any(each.is_open for each in _begun.values()):
         raise BadTask(
             "es.protect: `with state:` was entered within another one, which a restart would not "
@@ -443,9 +447,9 @@ def _own_home(settings: OnItsOwn, device: torch.device) -> _OwnHome:
     begun = _begun.setdefault((settings.storage, name), _Begun())
     number = 1 + begun.num_finished
     run_id = name if number == 1 else f"{name}.{number}"
-    spec = _spec(run_id, settings.checkpoint)
-    place = _place(os.environ)
     run_dir = RunDir(open_storage(settings.storage), run_id)
+    facts = program.facts(run_dir) if program is not None else {}
+    spec = _spec(run_id, settings.checkpoint, facts)
     warn_of_lost_state(place.world_size)
     if number > 1 and place.rank == 0:
         say_line(f"training {number} of this process is run {run_id}")
@@ -458,16 +462,10 @@ def warn_of_lost_state(world_size: int) -> None:
         logger.warning("%s", problem)
 
 
-def name_of(script: Path) -> str:
-    """Return a name for the run of a script, or of a package that ``python -m`` runs."""
-    name = script.parent.name if script.stem == "__main__" else script.stem
-    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-") or "loop"
-
-
-def _spec(run_id: str, checkpoint: Mapping[str, Any]) -> RunSpec:
+def _spec(run_id: str, checkpoint: Mapping[str, Any], program: Mapping[str, Any]) -> RunSpec:
     raw = {
         "name": run_id,
-        "code": {"archive": _NO_ARCHIVE, "train_fn": "script:main"},
+        "code": {"archive": NO_ARCHIVE, "train_fn": "script:main", "config": program},
         "checkpoint": {"every_steps": "auto", **checkpoint},
     }
     try:

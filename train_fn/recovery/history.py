@@ -60,6 +60,12 @@ class History:
         """Return whether every step was done once, though perhaps not saved."""
         return self.total_steps is not None and (self.last_step or 0) >= self.total_steps
 
+    @property
+    def finished_at(self) -> int | None:
+        """Return the last step of a run that made all its steps; None if there are more to make."""
+        is_longer = self.total_steps is not None and not self.steps_done
+        return self.last_step or 0 if self.succeeded and not is_longer else None
+
     def with_event(self, event: JournalEvent) -> History:
         """Return the history with one more event."""
         changes: dict[str, Any] = {

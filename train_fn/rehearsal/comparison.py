@@ -40,6 +40,8 @@ class Step:
     ends_epoch: bool = False
     carried: list[str] = field(default_factory=list)
     """Variables that held an argument of the model before the step began."""
+    carries_state: bool = False
+    """Whether a model had made such an argument."""
 
 
 @dataclass
@@ -84,6 +86,7 @@ def _enter(record: Record, entry: dict[str, Any]) -> None:
     elif entry["kind"] == "input":
         step.inputs.append(entry["of"])
         step.carried += entry["carried"]
+        step.carries_state |= entry["is_made"]
         step.where = entry["where"] or step.where
     elif entry["kind"] == "update":
         names = ("state", "gradients", "draws", "held", "where")
@@ -123,6 +126,11 @@ ADVICE = {
         "A variable hands the batch from one step to the next, and no state holds it: after a "
         "restart the code before the loop reads another one. Read each batch within the step that "
         "trains on it, after state.step(), or read the data by es.loader"
+    ),
+    "a state that the loop carries": (
+        "A variable hands what the model has returned from one step to the next, as a hidden "
+        "state, and no state holds it: after a restart it begins anew. Keep it in an object with "
+        "state_dict() and load_state_dict(), and pass that as es.protect(extra=…)"
     ),
     "what the code keeps": (
         "Another model, or a copy of weights, begins anew after a restart. Pass it as "
@@ -303,6 +311,8 @@ def _of_step(
             became = f"{_shown(one)} became {_shown(other)}"
             if twin.carried:
                 of = f"{few(twin.carried, 2)} held it when the step before was committed: {became}"
+                if twin.carries_state:
+                    return differs("a state that the loop carries", of)
                 return differs("a batch that was read before", of)
             return differs("the samples", became)
     if is_whole and len(step.inputs) != len(twin.inputs):

@@ -8,6 +8,7 @@ modules and objects.
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, GeneratorType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -246,13 +247,15 @@ class Recorder:
         # torch's hook for all modules is not given them: they are those of its Module.__call__
         named = caller.f_locals.get("kwargs") or {}
         of, where = _sketches((args, named)), self._own.where(caller)
-        carried = self._own.carried((args, named))
-        self._write(kind="input", step=step, of=of, where=where, carried=carried)
+        carried, is_made = self._own.carried((args, named))
+        self._write(kind="input", step=step, of=of, where=where, carried=carried, is_made=is_made)
         self._die("forward", step)
 
     def _after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             self._depth = max(0, self._depth - 1)
+            if self._depth == 0 and torch.is_grad_enabled():
+                self._own.note_output(output)
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
@@ -338,26 +341,47 @@ class OwnValues:
         """Files, and whether they are the user's."""
         self._batches: list[tuple[str, torch.Tensor]] = []
         """Tensors that variables held at the newest commit."""
+        self._made: list[torch.Tensor] = []
+        """Tensors that models have returned since the commit before that one. While they are here,
+        no other tensor takes their place in memory."""
+        self._outputs: list[torch.Tensor] = []
+        """Those since the newest commit."""
         self._lines: dict[str, int] = {}
         """Where what was read is assigned, by its name."""
         self._new_lines: dict[str, int] = {}
 
-    def note_batches(self, frame: FrameType | None) -> None:
-        """Note which tensors the variables of the loop hold, when a step is committed."""
-        self._batches = [
-            (self._with_line(each.f_code.co_filename, name), leaf)
-            for each in self._frames(frame)
-            for name, value in each.f_locals.items()
-            if isinstance(value, torch.Tensor | list | tuple | dict)
-            for _, leaf in leaves(_plain(value))
-            if isinstance(leaf, torch.Tensor)
-        ]
+    def note_output(self, output: Any) -> None:
+        """Note what a model has returned."""
+        self._outputs += _tensors(output)
 
-    def carried(self, args: Any) -> list[str]:
+    def note_batches(self, frame: FrameType | None) -> None:
+        """Note which tensors the variables of the loop hold, when a step is committed, and those of
+        generators and objects of the user's, which may read ahead."""
+        spaces = [(each.f_code.co_filename, each.f_locals) for each in self._frames(frame)]
+        own = {name for name, module in list(sys.modules.items()) if self._is_own_module(module)}
+        for each in gc.get_objects():
+            if type(each) is GeneratorType:
+                if each.gi_frame is not None and self._is_own(each.gi_code.co_filename):
+                    spaces.append((each.gi_code.co_filename, each.gi_frame.f_locals))
+            elif type(each).__module__ in own and not issubclass(type(each), nn.Module | type):
+                spaces.append(("", getattr(each, "__dict__", {})))
+        self._batches = [
+            (self._with_line(file, name) if file else name, leaf)
+            for file, names in spaces
+            for name, value in list(names.items())
+            if isinstance(value, torch.Tensor | list | tuple | dict)
+            for leaf in _tensors(value)
+        ]
+        self._made, self._outputs = self._outputs, []
+
+    def carried(self, args: Any) -> tuple[list[str], bool]:
         """Return the variables that held these arguments of a model at the newest commit, before
-        their step began."""
-        given = {id(leaf) for _, leaf in leaves(_plain(args))}
-        return list(dict.fromkeys(name for name, value in self._batches if id(value) in given))
+        their step began, and whether a model had made them, as a hidden state."""
+        given = {_memory_of(leaf) for leaf in _tensors(args)}
+        found = [(name, leaf) for name, leaf in self._batches if _memory_of(leaf) in given]
+        made = {_memory_of(leaf) for leaf in self._made}
+        is_made = [leaf.grad_fn is not None or _memory_of(leaf) in made for _, leaf in found]
+        return list(dict.fromkeys(name for name, _ in found)), any(is_made)
 
     def new_lines(self) -> dict[str, int]:
         """Return where values are assigned that were read for the first time, by their names."""
@@ -378,8 +402,8 @@ class OwnValues:
         """Return values by name, such as ``train.py: main: best``."""
         spaces: dict[str, tuple[str, Mapping[str, Any]]] = {}
         for module in list(sys.modules.values()):
-            file = getattr(module, "__file__", None)
-            if isinstance(file, str) and self._is_own(file):
+            if self._is_own_module(module):
+                file = str(module.__file__)
                 spaces[self._short(file)] = file, vars(module)
         for each in self._frames(frame):
             name, path = each.f_code.co_name, each.f_code.co_filename
@@ -462,6 +486,10 @@ class OwnValues:
                 yield frame
             frame = frame.f_back
 
+    def _is_own_module(self, module: ModuleType) -> bool:
+        file = getattr(module, "__file__", None)
+        return isinstance(file, str) and self._is_own(file)
+
     def _is_own(self, file: str) -> bool:
         if file not in self._known:
             is_own = file.startswith(os.sep) and self._full(file).startswith(self._root)
@@ -525,6 +553,17 @@ def _values(tree: Any) -> dict[str, str]:
         path.replace("//", "/").removeprefix("/"): _value(leaf)
         for path, leaf in leaves(_plain(tree))
     }
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value."""
+    return [leaf for _, leaf in leaves(_plain(value)) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what is the same for a tensor and its ``detach()``; an empty one has no memory."""
+    place = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return (place or id(tensor), tensor.shape)
 
 
 def _plain(tree: Any) -> Any:

@@ -25,9 +25,8 @@ from torch._C._distributed_c10d import HashStore
 from everstep.errors import EverstepError, UsageError
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.claims import claim_submission, newest_attempt, succeed_submission
-from storage.errors import AlreadyClaimed, StorageError, StorageNotFound
-from storage.logs.journal import journal_events
+from storage.claims import successor
+from storage.errors import StorageError
 from storage.run_dir import RunDir
 from train_fn.checkpoints.cadence import committed_data
 from train_fn.context import WorkerContext
@@ -38,12 +37,12 @@ from train_fn.node.memory import keep_memory
 from train_fn.node.network import interface_problem, take_debug_level
 from train_fn.node.usage import set_threads
 from train_fn.recovery.evidence import StepFailed
-from train_fn.recovery.history import read_history
 from train_fn.recovery.launch import Left
 from train_fn.recovery.settings import device_env, take_environment
 from train_fn.snapshots.last_save import save_own
 from train_fn.snapshots.state_file import machine
 from train_fn.snapshots.store import snapshot_store
+from train_fn.standalone.start import LocalStart, begin_run
 from train_fn.step.nccl import abort_collectives, fails_by_itself, group_backend
 from train_fn.step.peers import Peers
 
@@ -102,7 +101,7 @@ def run_rank(
     run_dir: RunDir,
     place: LocalPlace,
     *,
-    fresh: bool,
+    fresh: bool | None,
     stopping: threading.Event,
     say: Say = say_line,
     train: Callable[[WorkerContext], Left | None] = attempt.train,
@@ -110,7 +109,7 @@ def run_rank(
     """Train one rank to its end. The process group exists.
 
     Args:
-        fresh: delete what an earlier run left in ``run_dir``.
+        fresh: as for ``begin_run``.
         stopping: is set when all ranks are to save and leave.
         say: tells people how it goes.
         train: the loop. Only its StepFailed is handled here.
@@ -149,7 +148,7 @@ def begin_attempt(
     run_dir: RunDir,
     place: LocalPlace,
     device: torch.device,
-    fresh: bool,
+    fresh: bool | None,
     stopping: threading.Event,
     say: Say,
 ) -> tuple[WorkerContext, LocalJournal, PeerWatch, bool]:
@@ -166,6 +165,8 @@ def begin_attempt(
     if isinstance(start, Exception):
         raise start
     assert start is not None
+    if place.rank == 0 and start.note is not None:
+        say(start.note)
     nodes = peers.gather(
         {"rank": place.rank, "node_id": place.node, "node_ip": "", "pid": os.getpid()}
     )
@@ -173,6 +174,13 @@ def begin_attempt(
     journal = open_local_journal(
         run_dir, start.submission, start.attempt, place.rank, stopping, say
     )
+    replaced = threading.Event()
+
+    def end_replaced(why: str) -> None:
+        logger.error("%s; this process ends. Start each training once", why)
+        replaced.set()
+
+    origin = start.submission, start.attempt
     ctx = WorkerContext(
         spec=spec,
         run_dir=run_dir,
@@ -187,6 +195,9 @@ def begin_attempt(
         device=device,
         journal=journal,
         report_checkpoint=lambda name, metrics: None,
+        holds_lease=lambda timeout_s: successor(run_dir, origin) is None,
+        is_abandoned=replaced.is_set,
+        on_replaced=end_replaced,
     )
     journal.emit(
         EventKind.ATTEMPT_STARTED,
@@ -385,92 +396,3 @@ def stop_on_signals() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, ask)
     return stopping
-
-
-# ---------------------------------------------------------------- submission
-
-# How a start of these processes becomes a submission and an attempt of the run.
-
-MAY_CHANGE = frozenset(
-    {"name", "project", "priority", "tags", "scaling", "checkpoint", "recovery", "env"}
-)
-"""Fields of a spec that another start of the same run may change: none of them changes what is
-computed."""
-
-
-@dataclass(frozen=True)
-class LocalStart:
-    """The numbers that rank 0 chose for this start, for all ranks."""
-
-    submission: int
-    attempt: int
-    was_done: bool = False
-    """Whether an earlier start has made all steps."""
-
-
-def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> LocalStart:
-    """Create the run's directory, or continue the run that is there. Called by rank 0 alone.
-
-    Raises UsageError if the directory holds a run of another spec.
-    """
-    if fresh:
-        run_dir.delete()
-    try:
-        kept = run_dir.read_spec()
-    except StorageNotFound:
-        kept = spec
-    differing = _differences(kept, spec)
-    if differing:
-        raise UsageError(
-            f"{run_dir.uri} holds a run of another spec ({', '.join(differing)} differ); choose "
-            "another --run-id, or delete that directory to begin anew"
-        )
-    run_dir.write_spec(spec)
-    submissions = run_dir.submissions()
-    history = read_history(run_dir)
-    newest = submissions[-1] if submissions else 0
-    same = newest > 0 and _launched_by(run_dir, newest) == launch
-    if not same:
-        newest = _claim_next(run_dir, newest)
-    attempt = newest_attempt(run_dir, newest, history.last_attempt) + 1
-    return LocalStart(newest, attempt, history.succeeded)
-
-
-def _claim_next(run_dir: RunDir, newest: int) -> int:
-    """Claim the first submission after ``newest`` that nobody has begun. Two starts at the same
-    time get one each."""
-    number = newest + 1
-    while True:
-        try:
-            claim_submission(run_dir, number)
-        except AlreadyClaimed:
-            number += 1
-        else:
-            succeed_submission(run_dir, number)
-            return number
-
-
-def _differences(kept: RunSpec, spec: RunSpec) -> list[str]:
-    """Return the names of the fields that differ between two specs and change what is computed."""
-    before, after = kept.model_dump(), spec.model_dump()
-    names = [
-        name
-        for name in after
-        if name not in MAY_CHANGE and name != "train" and before.get(name) != after[name]
-    ]
-    names += [
-        f"train.{name}"
-        for name in after["train"]
-        if name != "loader" and before["train"].get(name) != after["train"][name]
-    ]
-    return names + (
-        ["the resolved micro_batch_size"] if kept.micro_batch_size != spec.micro_batch_size else []
-    )
-
-
-def _launched_by(run_dir: RunDir, submission: int) -> str | None:
-    """Return who started the processes of a submission's last attempt."""
-    launch = None
-    for event in journal_events(run_dir, (submission,), (EventKind.ATTEMPT_STARTED,)):
-        launch = event.data.get("launch")
-    return launch

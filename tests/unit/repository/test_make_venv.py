@@ -21,6 +21,7 @@ case "$*" in
 "-m pip --version") ;;
 "-m pip install"*" uv") [ -z "$FAKE_UV" ] || cp "$FAKE_UV" "${0%/*}/uv" ;;
 "-m pip config list") echo "$FAKE_SETTINGS" ;;
+"-m pip index"*) exit "$FAKE_OFFLINE" ;;
 "-m pip install"*) echo "pip ${*:3}" >>"$LOG"; exit "$FAKE_PIP_FAILS" ;;
 *'version("torch")'*) [ -n "$FAKE_TORCH" ] && echo "$FAKE_TORCH" ;;
 esac
@@ -54,7 +55,7 @@ class Machine:
         """Run the script. Return its exit code, all that it printed, and what was done."""
         log = self.base / "log"
         log.write_text("")
-        names = ("OUTSIDE", "NO_VENV", "SILENT", "PIP_FAILS", "UV_FAILS")
+        names = ("OUTSIDE", "NO_VENV", "SILENT", "PIP_FAILS", "UV_FAILS", "OFFLINE")
         env = {
             **{f"FAKE_{name}": "0" for name in names},
             "FAKE_TORCH": "",
@@ -135,10 +136,25 @@ def test_a_python_that_will_not_do_is_refused_with_the_way_out(
     assert not any(line.startswith("pip") for line in done)
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_fetched(machine: Machine) -> None:
-    machine.add("df", "#!/usr/bin/env bash\necho Avail\necho ' 900M'\n")
-    code, said, done = machine.make()
-    assert code == 1 and "has 900 MB free" in said and "make VENV=/path" in said and done == []
+def test_a_machine_without_python_or_network_is_told_so_in_one_line(machine: Machine) -> None:
+    code, said, done = machine.make(FAKE_OFFLINE="1")
+    assert code == 1 and done == ["venv"]
+    assert said.splitlines()[-1].startswith("No package index answers (pip asked https://pypi.org")
+    (machine.bin / "python3").unlink()
+    shutil.rmtree(machine.venv)
+    code, said, _ = machine.make()
+    assert code == 1 and "here is no python3" in said
+    assert "sudo apt-get install python3 python3-venv" in said
+
+
+@no_gpu
+def test_room_is_asked_for_the_torch_that_comes(machine: Machine) -> None:
+    machine.add("df", "#!/usr/bin/env bash\necho Avail\necho ' 4000M'\n")
+    code, said, done = machine.make(FAKE_SILENT="1")
+    assert code == 1 and "has 4000 MB free, and the environment needs 9000 MB" in said
+    assert "make VENV=/path" in said and "TORCH_INDEX=" in said
+    assert not any(line.startswith("pip") for line in done)
+    assert machine.make()[0] == 0
 
 
 def test_a_download_that_breaks_ends_with_what_to_do_and_the_next_try_goes_on(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.supported import PYTHON, RAY, TORCH, Supported
+from everstep.supported import PYTHON, RAY, TORCH, Supported, install_command
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,6 +27,10 @@ def test_pyproject_has_the_ranges_that_are_refused_outside() -> None:
         if line.startswith("Programming Language :: Python :: 3.")
     }
     assert named == {f"3.{minor}" for minor in range(PYTHON.first[1], PYTHON.last[1] + 1)}
+
+
+def test_a_missing_extra_is_installed_from_where_this_installation_came() -> None:
+    assert install_command("server") == f"pip install -e '{ROOT}[server]'"
 
 
 def test_the_pages_for_newcomers_name_these_pythons() -> None:

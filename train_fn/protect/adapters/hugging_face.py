@@ -64,7 +64,7 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         storage: str = "out/protect",
         run_id: str | None = None,
         checkpoint: Mapping[str, Any] | None = None,
-        fresh: bool = False,
+        fresh: bool | None = None,
     ) -> None:
         """Take a Trainer that has not trained yet. The other arguments are those of ``es.protect``:
         ``extra`` is what callbacks of your own need to go on, such as an average of the weights.

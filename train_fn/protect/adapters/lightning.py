@@ -67,7 +67,7 @@ class Protect(Callback):  # type: ignore[misc]
         storage: str = "out/protect",
         run_id: str | None = None,
         checkpoint: Mapping[str, Any] | None = None,
-        fresh: bool = False,
+        fresh: bool | None = None,
     ) -> None:
         """The arguments are those of ``es.protect``. Manual optimization with several optimizers
         needs ``torn='shadow'``."""

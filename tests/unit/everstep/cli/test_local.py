@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
+from everstep.supported import install_command
 from tests.support.code_archives import TASK
 from train_fn.user_code import modules as own_code
 
@@ -130,9 +131,8 @@ def test_without_local_or_torch_the_way_out_is_said(
     )
     result = run_cli("run", spec_file, "--local")
     assert result.exit_code == 2
-    assert (
-        "needs torch, not installed in this Python; run: pip install 'everstep[server]'"
-        in result.stderr
+    assert f"needs torch, not installed in this Python; run: {install_command('server')}" in (
+        result.stderr
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from everstep.cli import service as cli_service
 from everstep.options.serve import FLAGS, OPTIONS, VARIABLES, ServeOptions
+from everstep.supported import install_command
 from tests.support.command_line import run_cli
 
 
@@ -19,7 +20,7 @@ def test_serve_without_the_server_says_how_to_install_it(monkeypatch: pytest.Mon
         result = run_cli(command)
         assert (
             result.exit_code == 2
-            and "pip install 'everstep[server]'" in result.stderr
+            and install_command("server") in result.stderr
             and "no_such_package" in result.stderr
         )
 

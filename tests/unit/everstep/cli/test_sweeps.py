@@ -17,6 +17,7 @@ from click.testing import Result
 from everstep import Unavailable
 from everstep.client import study
 from everstep.client.study import space_of
+from everstep.supported import install_command
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService, Journal
 from tests.support.command_line import everstep, run_cli
@@ -277,7 +278,7 @@ async def test_without_optuna_it_says_what_to_install(
     hidden: Callable[[str], Any] = lambda name: None if name == "optuna" else find(name)  # noqa: E731
     monkeypatch.setattr("importlib.util.find_spec", hidden)
     result = await everstep("sweep", spec_file, *LR)
-    assert result.exit_code == 2 and "pip install 'everstep[sweeps]'" in result.stderr
+    assert result.exit_code == 2 and install_command("sweeps") in result.stderr
 
 
 def test_values_of_a_grid_may_be_anything_that_a_spec_holds() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import tarfile
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everstep import Client, InvalidSpec, UsageError
-from everstep.code import pack
+from everstep.code import git_state, pack
 from storage.code import CodeStore
 from tests.support.api_service import ApiService
 from tests.support.code_archives import TASK, zip_of
@@ -138,6 +139,45 @@ def test_what_cannot_be_uploaded_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         UsageError, match=r"List data in \.everstepignore; the largest files are data\.bin"
     ):
         pack(write(tmp_path / "large", "a.py", **{"data.bin": "x" * 2000}))
+
+
+def test_what_is_too_much_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(tmp_path, "a.py", "data/1.txt", "data/2.txt", "notes/1.txt")
+    (root / "data" / "0.bin").write_bytes(os.urandom(3 << 20))
+    monkeypatch.setattr("everstep.code.MAX_ARCHIVE_BYTES", 1 << 20)
+    with pytest.raises(UsageError, match=r"the largest files are data/0\.bin \(3\.0 MiB\)"):
+        pack(root)
+    monkeypatch.setattr("everstep.code.MAX_FILES", 4)
+    with pytest.raises(UsageError, match=r"5 files.* the most files are data \(3\), "):
+        pack(root)
+
+
+def test_secrets_stay_here_unless_they_are_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = ("task.py", "pkg/env.py", "ca.pem")
+    secret = (".aws/credentials", ".env", "pkg/.netrc", "pkg/host.pem", "pkg/id_rsa")
+    root = write(tmp_path, *kept, *secret, **{".everstepignore": "!ca.pem\n"})
+    assert packed(root) == sorted([".everstepignore", *kept])
+    for name in (".aws", ".env", "pkg/.netrc", "pkg/host.pem", "pkg/id_rsa", "!NAME"):
+        assert name in caplog.text
+    (root / ".gitignore").write_text(".env\n")
+    caplog.clear()
+    pack(root)
+    assert ".env" not in caplog.text, "its owner leaves it out"
+
+
+def test_code_says_which_commit_it_is_of(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None and git_state(tmp_path / "nowhere.zip") is None
+    root = write(tmp_path / "project", "task.py", "other/notes.txt")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q", "-b", "tune"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    clean = git_state(root)
+    assert clean is not None and re.fullmatch("[0-9a-f]{12} on tune", clean)
+    (root / "other" / "notes.txt").write_text("more")
+    assert git_state(root) == git_state(root / "other") == f"{clean}, with changes"
+    assert git_state(root / "task.py") == clean, "it has not changed"
 
 
 def test_one_file_and_an_archive_are_taken_as_they_are(tmp_path: Path) -> None:

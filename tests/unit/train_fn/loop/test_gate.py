@@ -19,7 +19,7 @@ from train_fn.loop.departure import leave
 from train_fn.loop.training import RankProgress, Training
 from train_fn.recovery.evidence import StepFailed, describe_error
 from train_fn.samples.ledger import Count
-from train_fn.standalone.rank import begin_run
+from train_fn.standalone.start import begin_run
 from train_fn.step.peers import Peers
 from train_fn.step.report import StepTotals
 from train_fn.step.report_sums import ReportSums

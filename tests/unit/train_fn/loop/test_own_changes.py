@@ -22,7 +22,7 @@ from train_fn.context import WorkerContext
 from train_fn.loop import build, replica, training
 from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
-from train_fn.standalone.rank import begin_run
+from train_fn.standalone.start import begin_run
 from train_fn.state.train_state import MOST_IN_A_ROW
 from train_fn.step.untrained import COPIED_BYTES
 

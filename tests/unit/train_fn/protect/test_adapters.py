@@ -121,7 +121,7 @@ def test_an_older_trainer_is_refused_with_its_version(monkeypatch: pytest.Monkey
 
 def test_a_trainer_is_refused_by_how_it_is_called() -> None:
     trainer = hf_trainer(Tiny())
-    protect = es.hf.Protect(trainer)
+    protect = es.hf.Protect(trainer, run_id="hf")
     with pytest.raises(BadTask, match=r"no callback of its Trainer; call trainer.add_callback"):
         trainer.train()
     trainer.add_callback(protect)
@@ -170,7 +170,7 @@ def fit(chosen: Callable[[Any], Any] = sgd, *callbacks: Any, **settings: Any) ->
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[*callbacks, es.lightning.Protect()],
+        callbacks=[*callbacks, es.lightning.Protect(run_id="lightning")],
         **settings,
     )
     net = Net(chosen)

@@ -3,7 +3,9 @@ and none takes over the state of another."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import everstep.train as es
 from train_fn.errors import BadTask, DataChanged
 from train_fn.protect import training
 from train_fn.protect.protected import Protected
+from train_fn.standalone.rank import LocalPlace
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +31,14 @@ def own_place(shared_memory: Path) -> Iterator[None]:
 
 @pytest.fixture
 def as_new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(training, "_begun", {})
+    launches = itertools.count()
+
+    def forget() -> None:
+        place = LocalPlace(0, 1, 0, 1, os.uname().nodename, f"launch {next(launches)}")
+        monkeypatch.setattr(training, "_begun", {})
+        monkeypatch.setattr(training, "place_alone", lambda: place)
+
+    return forget
 
 
 class Fold:
@@ -111,6 +121,19 @@ def test_what_an_error_left_goes_on_in_its_own_loop_alone(
     again = Fold(tmp_path, now=0.05)  # as a scheduler leaves it
     assert all(torch.equal(value, whole[name]) for name, value in again.train().items())
     assert again.num_made == 1
+
+
+def test_an_interrupted_training_says_that_another_learning_rate_is_not_used(
+    tmp_path: Path, as_new_process: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(LookupError):
+        Fold(tmp_path).train(4)
+    as_new_process()
+    caplog.set_level(logging.WARNING, "train_fn")
+    other = Fold(tmp_path, rate=0.2)
+    other.train()
+    assert other.num_made == 2 and other.optimizer.param_groups[0]["lr"] == 0.1
+    assert "begun with another optimizer or its options: the learning rate" in caplog.text
 
 
 def test_phases_of_one_model_go_on_where_they_were(

@@ -89,7 +89,10 @@ def test_arguments_are_refused_by_name(
     if "checkpoint" in arguments:
         linear = nn.Linear(1, 1)
         sgd = torch.optim.SGD(linear.parameters())
-        with pytest.raises(BadTask, match=words), es.protect(linear, sgd, **arguments):
+        with (
+            pytest.raises(BadTask, match=words),
+            es.protect(linear, sgd, run_id="run", **arguments),
+        ):
             pass
         return
     with pytest.raises(BadTask, match=words):

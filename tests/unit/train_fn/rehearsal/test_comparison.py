@@ -151,12 +151,16 @@ def test_what_is_missing_differs_too(
     assert (difference.what, difference.step) == (what, step_number)
 
 
-def test_a_batch_that_a_variable_carries_over_is_named() -> None:
+@pytest.mark.parametrize("is_state", [False, True])
+def test_a_batch_that_a_variable_carries_over_is_named(is_state: bool) -> None:
     expected, found = record(), attempts()
     expected.steps[4].carried = ["X (train.py, line 7)"]
+    expected.steps[4].carries_state = is_state
     found[1][0].steps[4] = step(4, batch={"x": "#other"})
     difference = first_difference([expected], found)
-    assert difference is not None and difference.what == "a batch that was read before"
+    assert difference is not None
+    named = "a state that the loop carries" if is_state else "a batch that was read before"
+    assert difference.what == named
     assert difference.detail.startswith("X (train.py, line 7) held it when the step before")
 
 
@@ -217,6 +221,7 @@ def test_a_record_is_read_up_to_where_its_rank_died(tmp_path: Path) -> None:
             "of": [["#1", "[4] 1…"]],
             "where": "train.py, line 8",
             "carried": ["x (train.py, line 3)"],
+            "is_made": False,
         },
         {"kind": "evaluation", "step": 3},
         {
@@ -226,7 +231,14 @@ def test_a_record_is_read_up_to_where_its_rank_died(tmp_path: Path) -> None:
             "where": "train.py, line 9",
         },
         {"kind": "commit", "step": 4, "ends_epoch": True},
-        {"kind": "input", "step": 4, "of": [["#2", "[4] 2…"]], "where": None, "carried": []},
+        {
+            "kind": "input",
+            "step": 4,
+            "of": [["#2", "[4] 2…"]],
+            "where": None,
+            "carried": [],
+            "is_made": False,
+        },
     ]
     path = tmp_path / "0.jsonl"
     path.write_text("\n".join(map(json.dumps, entries)) + '\n{"kind": "upd')

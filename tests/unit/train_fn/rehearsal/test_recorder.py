@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from train_fn.rehearsal.comparison import Record, read_record
-from train_fn.rehearsal.recorder import Orders, Recorder
+from train_fn.rehearsal.recorder import Orders, OwnValues, Recorder
 
 
 class Source:
@@ -140,6 +141,26 @@ def test_a_step_is_noted_with_its_own_gradients(closure: bool, tmp_path: Path) -
         *3 * [[f"ahead ({name}, line {at})"]],
     ]
     assert lines[record.lines[f"{name}: seen"] - 1] == "        seen += 1"
+
+
+def test_what_is_handed_to_the_next_step_is_found_wherever_it_is() -> None:
+    def ahead() -> Iterator[torch.Tensor]:
+        held = torch.ones(3)
+        while True:
+            yield torch.zeros(3)
+            yield held
+
+    own = OwnValues(Path(__file__).parent, cast(Any, None))
+    output = torch.nn.Linear(3, 2)(torch.ones(3))
+    own.note_output(output)
+    hidden, batches = output.detach(), ahead()
+    next(batches)
+    del output
+    own.note_batches(sys._getframe())
+    [[name], is_made] = own.carried((hidden.detach(), torch.ones(2)))
+    assert name.startswith("hidden (") and is_made
+    [[name], is_made] = own.carried((next(batches),))
+    assert name.startswith("held (") and not is_made
 
 
 def test_two_equal_trainings_have_equal_records(tmp_path: Path) -> None:

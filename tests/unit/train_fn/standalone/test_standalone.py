@@ -36,12 +36,12 @@ from train_fn.standalone.rank import (
     EXIT_FAILED,
     EXIT_STOPPED,
     LocalPlace,
-    LocalStart,
-    begin_run,
+    begin_attempt,
     join,
     place_from_env,
     run_rank,
 )
+from train_fn.standalone.start import NO_ARCHIVE, LocalStart, Program, begin_run
 from train_fn.step.peers import end_process_group
 from train_fn.tasks.builtin import LanguageModeling
 
@@ -273,6 +273,95 @@ def test_a_process_that_takes_anothers_place_is_the_same_submissions_next_attemp
     journal.close(10)
     assert begin_run(run_dir, spec, "agent", fresh=False) == LocalStart(1, 2)
     assert begin_run(run_dir, spec, "another", fresh=False) == LocalStart(2, 2)
+
+
+def loop_of(path: Path, arguments: str, run_dir: RunDir) -> RunSpec:
+    facts = Program(path, tuple(arguments.split())).facts(run_dir)
+    code = {"archive": NO_ARCHIVE, "train_fn": "script:main", "config": facts}
+    return RunSpec.model_validate({"name": "run", "code": code})
+
+
+def begin(run_dir: RunDir, spec: RunSpec, launch: str, steps: int = 0, **how: Any) -> str:
+    """Begin a run of ten steps, make some of them, and return what was said."""
+    start = begin_run(run_dir, spec, launch, **how)
+    journal = open_local_journal(
+        run_dir, start.submission, start.attempt, 0, threading.Event(), lambda line: None
+    )
+    total = {"total_steps": 10, "num_parameters": 1, "num_samples": 1, "micro_batch_size": 1}
+    journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": 1, "workers": [], "launch": launch})
+    journal.emit(EventKind.TRAINING_STARTED, {**total, "device": "cpu"})
+    if steps:
+        journal.emit(EventKind.METRICS, {"points": [{"step": steps, "values": {}, "at": 0.0}]})
+    if steps == 10:
+        journal.emit(EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10})
+    journal.close(10)
+    return str(start.note)
+
+
+def test_a_program_that_has_changed_never_goes_on_without_a_word(tmp_path: Path) -> None:
+    run_dir = RunDir(open_storage(str(tmp_path / "out")), "run")
+    script, config = tmp_path / "train.py", tmp_path / "rates.yaml"
+    script.write_text("rate = 1")
+    config.write_text("rate: 1")
+    same = f"--config={config}"
+    assert " begins in " in begin(run_dir, loop_of(script, same, run_dir), "a", 5)
+    assert begin(run_dir, loop_of(script, same, run_dir), "b", 6) == "None"
+    config.write_text("rate: 2")
+    assert "although rates.yaml changed" in begin(run_dir, loop_of(script, same, run_dir), "c", 7)
+    script.write_text("rate = 2")
+    said = begin(run_dir, loop_of(script, f"{same} --seed 3", run_dir), "d", 10)
+    assert "train.py, the arguments changed since it began. To begin anew, delete" in said
+    finished = begin(run_dir, loop_of(script, f"{same} --seed 3", run_dir), "e", 10)
+    assert "is finished at step 10; only steps after that are made. To begin anew" in finished
+
+    copy = tmp_path / "copy" / "train.py"
+    copy.parent.mkdir()
+    shutil.copy(script, copy)
+    changed = loop_of(copy, f"{same} --seed 3", run_dir)
+    with pytest.raises(UsageError, match=r"finished at step 10, and the script's place .*/copy/"):
+        begin(run_dir, changed, "f")
+    assert "finished at step 10" in begin(run_dir, changed, "f", 10, fresh=False)
+    assert " begins in " in begin(run_dir, changed, "g", 5, fresh=True)
+    assert begin(run_dir, changed, "g", fresh=True) == "None", "torchrun has restarted it"
+
+
+def test_a_program_has_a_run_of_its_own_for_each_place_and_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def name(path: str, *arguments: str, storage: str = "out/protect") -> str:
+        return Program(tmp_path / path, arguments).run_name(storage)
+
+    assert [name(path) for path in ("train.py", "a/train.py", "pkg/__main__.py")] == [
+        "train",
+        "a-train",
+        "pkg",
+    ]
+    others = [name("train.py", "--lr", "1"), name("train.py", "--lr", "2")]
+    others += [name(str(tmp_path.parent / "train.py"))]
+    others += [name(path, storage="/shared") for path in ("train.py", "a/train.py")]
+    assert len({"train", *others}) == 6, "the same name would mix two trainings"
+    assert name("train.py", "--lr", "1") == others[0]
+
+
+def test_of_two_processes_that_train_one_run_the_older_one_saves_nothing(
+    text: Path, tmp_path: Path
+) -> None:
+    run_dir, spec = RunDir(open_storage(str(tmp_path)), "run"), make_spec(text)
+    contexts = []
+    for launch in ("first", "second"):
+        place = LocalPlace(0, 1, 0, 1, "here", launch)
+        device, stopping = torch.device("cpu"), threading.Event()
+        ctx, journal, watch, _ = begin_attempt(
+            spec, run_dir, place, device, None, stopping, lambda line: None
+        )
+        contexts.append(ctx)
+        watch.close()
+        journal.close(10)
+    assert [ctx.holds_lease(0) for ctx in contexts] == [False, True]
+    contexts[0].on_replaced("submission 2 has taken over")
+    assert [ctx.is_abandoned() for ctx in contexts] == [True, False]
 
 
 def test_without_torchrun_it_says_how_to_start_it() -> None:

@@ -28,7 +28,7 @@ from train_fn.samples.ledger import Count, Ledger
 from train_fn.samples.sampler import Sampler
 from train_fn.samples.streams import StreamSampler
 from train_fn.snapshots import store as snapshot
-from train_fn.standalone.rank import begin_run
+from train_fn.standalone.start import begin_run
 from train_fn.state.sound_state import ledger_fault, not_finite
 
 pytestmark = pytest.mark.own_process
