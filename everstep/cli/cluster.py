@@ -19,7 +19,7 @@ from everstep.doctor.findings import (
     identity_findings,
     service_findings,
 )
-from everstep.doctor.nodes import Finding, ShardedModel
+from everstep.doctor.nodes import Finding
 from everstep.errors import AuthError, EverstepError, Unavailable, UsageError, WaitTimeout
 from everstep.spec.plain_text import printable
 from everstep.text import words
@@ -168,32 +168,21 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=1.0, help="Maximum time to wait for the nodes.")
     ] = 240.0,
-    parameters: Annotated[
-        float | None,
-        typer.Option(metavar="NUMBER", min=1, help="Parameters of a sharded model, as 7e9."),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(metavar="NUMBER", min=1, help="Ranks of the sharded model.")
-    ] = None,
 ) -> None:
     """Check service, nodes, versions, storage, ports, clocks and network, and say what to fix.
-    Needs an admin token. With --parameters and --ranks, also check that nodes have the shared
-    memory that a sharded model of this size needs.
+    Needs an admin token.
 
     Exit code 0 without problems (warnings are possible), 1 with problems, 3 if the service cannot
     be reached.
     """
     out = terminal()
-    if (parameters is None) != (ranks is None):
-        raise UsageError("--parameters and --ranks belong together; pass both, or neither")
-    sharded = ShardedModel(parameters, ranks) if parameters and ranks else None
     findings: list[Finding] = []
     client = out.client()
     reached = True
     try:
         findings += service_findings(client.ready())
         findings += identity_findings(client.storage.status())
-        findings += _cluster(client, all_reduce, timeout, sharded)
+        findings += _cluster(client, all_reduce, timeout)
     except Unavailable as exc:
         reached = bool(findings)
         remedy = (
@@ -214,9 +203,7 @@ def doctor(
         raise typer.Exit(Exit.FAILED)
 
 
-def _cluster(
-    client: Client, all_reduce_s: float, timeout_s: float, sharded: ShardedModel | None
-) -> list[Finding]:
+def _cluster(client: Client, all_reduce_s: float, timeout_s: float) -> list[Finding]:
     """Return the findings about the cluster, and those of its nodes."""
     info = client.cluster()
     findings = cluster_findings(info)
@@ -242,7 +229,7 @@ def _cluster(
                 "nodes", "problem", f"the check was not started: {exc}", "Read the service's log."
             ),
         ]
-    return [*findings, *check_findings(check, asked.service.at, sharded)]
+    return [*findings, *check_findings(check, asked.service.at)]
 
 
 def _print_findings(findings: list[Finding]) -> None:

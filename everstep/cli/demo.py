@@ -21,12 +21,10 @@ from typing import Any
 from everstep.cli.drills import report_fields
 from everstep.cli.runs import Watcher
 from everstep.cli.terminal import Exit, Terminal, exit_code_of_status
-from everstep.client.address import is_loopback
 from everstep.client.client import Client
 from everstep.client.handles import DrillHandle
 from everstep.client.runs import RunHandle
-from everstep.errors import EverstepError, Unavailable, UsageError
-from everstep.home import home_directory
+from everstep.errors import EverstepError, Unavailable
 from everstep.options.serve import VARIABLES
 from everstep.wire import Run
 from everstep.wire.drills import Drill, DrillKind
@@ -57,8 +55,7 @@ class Service:
 
     client: Client
     home: Path
-    pid: int | None
-    """None if the demo did not start it."""
+    pid: int
 
     @property
     def log(self) -> Path:
@@ -67,7 +64,7 @@ class Service:
 
 def keep_log(service: Service) -> Path | None:
     """Copy the service's log out of its home directory, which is removed."""
-    if service.pid is None or not service.log.exists():
+    if not service.log.exists():
         return None
     return Path(
         shutil.copy(service.log, Path(tempfile.mkdtemp(prefix="everstep-demo-")) / "serve.log")
@@ -189,21 +186,13 @@ SPEC: dict[str, Any] = {
 }
 
 
-def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> int:
+def run_demo(terminal: Terminal, *, keep: bool, out: str) -> int:
     """Run the demo and return the exit code. Stop everything that it started, unless ``keep`` is
     set and it succeeded."""
     phases = Phases()
     with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
         with phases.timed("service"):
-            if url and not is_loopback(url):
-                raise UsageError(
-                    f"the demo kills a node of the cluster, and {url} is not on this machine; "
-                    "leave --url out, or use `everstep drill` on a run of your own"
-                )
-            if url:
-                service = Service(Client(url), home_directory(), None)
-            else:
-                service = stack.enter_context(own_service(terminal, keep))
+            service = stack.enter_context(own_service(terminal, keep))
         terminal.note(
             f"service {service.client.url}, home {service.home}: {phases.said('service')}"
         )
@@ -212,17 +201,12 @@ def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> in
             f"{run.id}: MiniResNet on 1,797 handwritten digits, {SPEC['scaling']['max_workers']} "
             "ranks"
         )
-        try:
-            with phases.timed("training"):
-                drill = _train(terminal, service, run)
-        except BaseException:
-            if service.pid is None:
-                _cancel_quietly(run)
-            raise
+        with phases.timed("training"):
+            drill = _train(terminal, service, run)
         if exit_code_of_status(run.refresh().status) != Exit.SUCCEEDED:
             raise _failed(service, run)
         with phases.timed("replay"):
-            proof = _proof(terminal, service, run)
+            proof = _proof(terminal, run)
         ending = _Ending(drill, proof, phases, Path(out), keep)
         return _print_summary(terminal, service, run, ending)
 
@@ -285,16 +269,10 @@ def _rank_to_hit(service: Service, run: RunHandle) -> int:
     return max(ranks, default=0)
 
 
-def _proof(terminal: Terminal, service: Service, run: RunHandle) -> Replay:
+def _proof(terminal: Terminal, run: RunHandle) -> Replay:
     """Train all steps of the run again on one worker. Return the comparison of each."""
     terminal.note(f"training the same {run.step} steps again, on one worker, to compare every bit")
-    replay = run.replay(0, run.step, workers=1)
-    try:
-        found = replay.wait(PROOF_TIMEOUT_S).replay_of
-    except BaseException:
-        if service.pid is None:
-            _cancel_quietly(replay)
-        raise
+    found = run.replay(0, run.step, workers=1).wait(PROOF_TIMEOUT_S).replay_of
     assert found is not None, "the run is a replay"
     return found
 
@@ -308,7 +286,7 @@ def _print_summary(terminal: Terminal, service: Service, run: RunHandle, ending:
     result = _result(run, ending)
     if terminal.as_json:
         served = {"url": service.client.url, "home": str(service.home), "pid": service.pid}
-        terminal.json({**result, **(served if keep or not service.pid else {})})
+        terminal.json({**result, **(served if keep else {})})
         return code
     terminal.line()
     terminal.line(headline, style=style)
@@ -321,7 +299,7 @@ def _print_summary(terminal: Terminal, service: Service, run: RunHandle, ending:
             ("took", ending.phases),
         ]
     )
-    if keep or service.pid is None:
+    if keep:
         _print_next_commands(terminal, service, run.run)
     return code
 
@@ -388,14 +366,9 @@ def _print_next_commands(terminal: Terminal, service: Service, run: Run) -> None
             ("service", f"{service.client.url}  (API reference: {service.client.url}/docs)"),
             ("Ray", run.links.ray_dashboard),
             ("use it", f"EVERSTEP_HOME={service.home} everstep runs"),
-            ("stop it", f"kill {service.pid}" if service.pid else None),
+            ("stop it", f"kill {service.pid}"),
         ]
     )
-
-
-def _cancel_quietly(run: RunHandle) -> None:
-    with contextlib.suppress(EverstepError):
-        run.cancel()
 
 
 @contextlib.contextmanager

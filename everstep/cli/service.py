@@ -178,13 +178,6 @@ def demo(
         bool,
         typer.Option("--keep", help="Keep the service running at the end, and print its URLs."),
     ] = False,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Use the service at URL, started with --drills, instead of a new one.",
-        ),
-    ] = None,
     out: Annotated[
         str, typer.Option(metavar="DIRECTORY", help="Directory for the trained model.")
     ] = "out/demo",
@@ -192,9 +185,8 @@ def demo(
     """Train on three local nodes, kill one of them, and watch the run continue."""
     from everstep.cli.demo import run_demo
 
-    if url is None:
-        require_server()
-    raise typer.Exit(run_demo(terminal(), url=url, keep=keep, out=out))
+    require_server()
+    raise typer.Exit(run_demo(terminal(), keep=keep, out=out))
 
 
 # ---------------------------------------------------------------- storage

@@ -9,7 +9,6 @@ from datetime import datetime
 
 from everstep.doctor.nodes import (
     Finding,
-    ShardedModel,
     all_reduce_findings,
     answer_findings,
     clock_findings,
@@ -20,7 +19,6 @@ from everstep.doctor.nodes import (
     ok,
     port_findings,
     problem,
-    sharded_findings,
     version_findings,
     warning,
 )
@@ -30,15 +28,12 @@ from everstep.wire.cluster import StorageStatus
 from everstep.wire.deployment import DeploymentCheck, NodeFacts
 
 
-def check_findings(
-    check: DeploymentCheck, asked_at: datetime, sharded: ShardedModel | None = None
-) -> list[Finding]:
+def check_findings(check: DeploymentCheck, asked_at: datetime) -> list[Finding]:
     """Return the findings from the check's job.
 
     Args:
         check: a finished check.
         asked_at: the service's clock when it was requested.
-        sharded: a model for whose pieces the nodes must have memory.
     """
     if check.report is None:
         remedy = (
@@ -57,7 +52,6 @@ def check_findings(
         interface_findings(up, names),
         sharing_findings(up, names, check.service.storage),
         memory_findings(up, names),
-        () if sharded is None else sharded_findings(up, names, sharded),
         gpu_findings(up, names),
         all_reduce_findings(check.report.all_reduce, names),
     )

@@ -141,57 +141,6 @@ def memory_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterat
         yield ok("memory", "enough shared memory and temporary space")
 
 
-@dataclass(frozen=True)
-class ShardedModel:
-    """A model whose float32 parameters AdamW trains, sharded over the ranks."""
-
-    parameters: float
-    ranks: int
-
-    @property
-    def piece_bytes(self) -> float:
-        """Size of a rank's rows of the weights and of both moments."""
-        return 12 * self.parameters / self.ranks
-
-
-PIECES_OF_A_RANK = 4
-"""In its node's shared memory: its own and its ward's, of two steps each."""
-
-
-def sharded_findings(
-    nodes: Sequence[NodeFacts], names: dict[str, str], model: ShardedModel
-) -> Iterator[Finding]:
-    """Return nodes whose shared memory is too small for what their ranks keep of each other.
-
-    A node has a rank for each GPU. Without GPUs, ranks are spread evenly.
-    """
-    workers = [node for node in nodes if not node.is_head] or nodes
-    found = False
-    for node in workers:
-        num_ranks = min(model.ranks, node.gpus or -(-model.ranks // len(workers)))
-        needed = PIECES_OF_A_RANK * num_ranks * model.piece_bytes
-        if node.shared_memory_bytes is None or node.shared_memory_bytes >= needed:
-            continue
-        found = True
-        remedy = (
-            "Give it more shared memory (`--shm-size`, `shm_size:`, an emptyDir in memory), or the "
-            "run more ranks. Otherwise a death costs the steps since the last checkpoint."
-        )
-        yield problem(
-            "memory",
-            f"{names[node.id]} has {node.shared_memory_bytes / 1e9:.1f} GB of shared memory; "
-            f"{num_ranks} of {model.ranks} ranks of a sharded model of {model.parameters:.3g} "
-            f"parameters keep {needed / 1e9:.1f} GB there",
-            remedy,
-        )
-    if workers and not found:
-        yield ok(
-            "memory",
-            f"shared memory for a sharded model of {model.parameters:.3g} parameters over "
-            f"{model.ranks} ranks",
-        )
-
-
 def gpu_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[Finding]:
     """Return nodes whose GPUs torch cannot use."""
     with_gpus = [node for node in nodes if node.gpus]

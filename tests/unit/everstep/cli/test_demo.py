@@ -18,7 +18,6 @@ from everstep.cli.demo import SPEC, DemoFailed, _conclusion, kill_all_of, run_de
 from everstep.cli.terminal import Exit, Terminal
 from everstep.spec.parsing import parse_spec
 from everstep.wire.run import Replay
-from tests.support.command_line import run_cli
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -79,7 +78,7 @@ def test_a_service_that_does_not_start_is_told_with_its_log(
     failing = (sys.executable, "-c", "import sys; sys.exit('cannot listen: port in use')")
     monkeypatch.setattr(demo, "SERVE", failing)
     with pytest.raises(DemoFailed, match=r"(?s)exit code 1; its log ends:.*port in use"):
-        run_demo(Terminal(), url=None, keep=True, out="unused")
+        run_demo(Terminal(), keep=True, out="unused")
     assert list(homes.iterdir()) == []
 
 
@@ -89,7 +88,7 @@ def test_a_service_that_never_is_ready_is_ended(
     monkeypatch.setattr(demo, "SERVE", tuple(SLEEP))
     monkeypatch.setattr(demo, "START_TIMEOUT_S", 0.3)
     with pytest.raises(DemoFailed, match="did not become ready"):
-        run_demo(Terminal(), url=None, keep=False, out="unused")
+        run_demo(Terminal(), keep=False, out="unused")
     assert list(homes.iterdir()) == []
 
 
@@ -104,10 +103,5 @@ def test_an_interrupted_demo_ends_its_service(homes: Path, monkeypatch: pytest.M
     monkeypatch.setattr(demo, "SERVE", tuple(SLEEP))
     monkeypatch.setattr(demo, "_await_ready", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_demo(Terminal(), url=None, keep=True, out="unused")
+        run_demo(Terminal(), keep=True, out="unused")
     assert started[0].returncode == -15 and list(homes.iterdir()) == []
-
-
-def test_a_cluster_elsewhere_is_left_alone() -> None:
-    refused = run_cli("demo", "--url", "https://ml.example.com")
-    assert refused.exit_code == 2 and "is not on this machine" in refused.stderr

@@ -20,7 +20,7 @@ from everstep.doctor.findings import (
     identity_findings,
     service_findings,
 )
-from everstep.doctor.nodes import Finding, ShardedModel
+from everstep.doctor.nodes import Finding
 from everstep.wire import ClusterInfo, Readiness
 from everstep.wire.cluster import RunBehind, StorageStatus
 from everstep.wire.deployment import (
@@ -79,7 +79,6 @@ def findings(
     *nodes: NodeFacts,
     at: datetime = NOON + timedelta(seconds=5),
     storage: str = SERVICE.storage,
-    sharded: ShardedModel | None = None,
     **all_reduce: Any,
 ) -> list[Finding]:
     """What a check of these nodes means."""
@@ -96,7 +95,7 @@ def findings(
     report = DeploymentReport(at=at, nodes=nodes, all_reduce=summed)
     service = SERVICE.model_copy(update={"storage": storage})
     return check_findings(
-        DeploymentCheck(id="check_x", state="done", service=service, report=report), NOON, sharded
+        DeploymentCheck(id="check_x", state="done", service=service, report=report), NOON
     )
 
 
@@ -203,32 +202,6 @@ def test_a_deployment_with_which_nothing_is_wrong() -> None:
 def test_each_fault_is_named_with_its_node(fields: dict[str, Any], check: str, words: str) -> None:
     [(found, message)] = wrong(findings(node("head"), node("a"), node("b", **fields)))
     assert found == check and words in message
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "message"),
-    [
-        (8, 64, "host-b (b) has 33.8 GB of shared memory; 8 of 64 ranks of a sharded model of "),
-        (0, 64, "host-b (b) has 33.8 GB of shared memory; 32 of 64 ranks of a sharded model of "),
-        (8, 128, None),
-    ],
-)
-def test_shared_memory_for_the_pieces_of_a_sharded_model(
-    gpus: int, ranks: int, message: str | None
-) -> None:
-    """7 B parameters on 64 ranks: 1.3 GB a piece, four pieces of each of a node's ranks."""
-    nodes = [
-        node("head", shared_memory_bytes=2 << 30),
-        node("a", shared_memory_bytes=512 << 30, gpus=gpus, cuda=True),
-        node("b", shared_memory_bytes=int(33.8e9), gpus=gpus, cuda=True),
-    ]
-    found = findings(*nodes, sharded=ShardedModel(7e9, ranks))
-    if message is None:
-        assert wrong(found) == []
-        assert "shared memory for a sharded model of 7e+09" in found[-3].message
-    else:
-        [(_, said)] = wrong(found)
-        assert message in said
 
 
 def test_a_head_without_gpus_may_have_the_cpu_build() -> None:
@@ -386,13 +359,9 @@ async def test_doctor_starts_a_check_waits_and_says_what_is_wrong(
     report = DeploymentReport(
         at=at, nodes=(node("head"), node("b", interface=None)), all_reduce=None
     )
-    large = ("--parameters", "7e9", "--ranks", "4")
-    result, _ = await asyncio.gather(
-        everstep("doctor", "--json", *large), finish(service, ray, report)
-    )
+    result, _ = await asyncio.gather(everstep("doctor", "--json"), finish(service, ray, report))
     printed = json.loads(result.stdout)
     assert (result.exit_code, printed["ok"]) == (1, False), result.output
-    assert any("ranks of a sharded model" in each["message"] for each in printed["findings"])
     assert ("network", "problem") in {
         (finding["check"], finding["level"]) for finding in printed["findings"]
     }
@@ -418,8 +387,6 @@ async def test_a_service_that_is_away_and_a_token_that_may_not(
     result = await everstep("doctor")
     assert result.exit_code == 1 and "everstep token create" in result.stdout
     assert (await api[0].http.get("/v1/cluster/checks/check_none")).status_code == 404
-    result = await everstep("doctor", "--ranks", "4")
-    assert result.exit_code == 2 and "--parameters and --ranks belong together" in result.output
     monkeypatch.setenv("EVERSTEP_URL", "http://127.0.0.1:9")
     result = await everstep("doctor", "--json")
     assert (result.exit_code, json.loads(result.stdout)["ok"]) == (3, False)
