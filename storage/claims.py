@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from typing import Any
 
 from storage.errors import AlreadyClaimed, StorageNotFound
 from storage.filesystem import require_exclusive_creates
-from storage.process_nonce import process_nonce
 from storage.run_dir import Origin, RunDir
 
 _GAP = 3
@@ -118,3 +118,27 @@ def _read(run_dir: RunDir, claim: Origin) -> dict[str, Any]:
     except (StorageNotFound, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+# ---------------------------------------------------------------- process nonce
+
+# A unique name of this process, with which it recognises its own files.
+
+_nonce: str | None = None
+
+
+def process_nonce() -> str:
+    """Return the nonce, constant for the life of this process. A forked child has a different
+    one."""
+    global _nonce
+    if _nonce is None:
+        _nonce = secrets.token_hex(8)
+    return _nonce
+
+
+def _forget() -> None:
+    global _nonce
+    _nonce = None
+
+
+os.register_at_fork(after_in_child=_forget)

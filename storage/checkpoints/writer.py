@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from everstep.wire import base
 from storage.checkpoints.manifest import MANIFEST, FileEntry, Manifest, new_hash
+from storage.claims import process_nonce
 from storage.errors import (
     CheckpointExists,
     CheckpointReplaced,
@@ -25,7 +26,6 @@ from storage.errors import (
     StorageUnreadable,
 )
 from storage.files.protocol import Files, WriteStream
-from storage.process_nonce import process_nonce
 from storage.run_dir import CheckpointName, RunDir
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ import torch
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.checkpoints.writer import CheckpointWriter
-from storage.claims import successor
+from storage.claims import process_nonce, successor
 from storage.errors import CheckpointExists, CorruptCheckpoint, StorageError, StorageNotFound
-from storage.process_nonce import process_nonce
 from storage.run_control import Distrust, struck_by
 from storage.run_dir import RunDir
 from train_fn.checkpoints.save_slot import Save

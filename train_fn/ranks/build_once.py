@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import HashStore
 from train_fn.errors import few
 from train_fn.journal.rank_log import put_tees
 from train_fn.node.secrets import process_redactor, read_secrets
-from train_fn.ranks.orders import BuildOrder, BuildResult
+from train_fn.ranks.line import BuildOrder, BuildResult
 from train_fn.ranks.zygote import LONELY_S, Zygote, begin_anew, end_after, listen_at, show_as
 from train_fn.recovery.launch import RankJob
 from train_fn.recovery.settings import take_environment

@@ -26,8 +26,7 @@ from typing import Any
 
 from train_fn.errors import RankDied
 from train_fn.node.node_dir import node_lock, own_temporary_dir
-from train_fn.ranks.line import LineEnded, Wire
-from train_fn.ranks.orders import BuildOrder, BuildResult, RankFacts
+from train_fn.ranks.line import BuildOrder, BuildResult, LineEnded, RankFacts, Wire
 from train_fn.ranks.zygote import MOST_BYTES, address_of, streams_of_this
 from train_fn.recovery.launch import RankJob
 

@@ -25,8 +25,7 @@ from train_fn.journal.rank_log import listen
 from train_fn.node.network import store_at
 from train_fn.node.secrets import process_redactor
 from train_fn.ranks import build_once, process
-from train_fn.ranks.line import Wire
-from train_fn.ranks.orders import RankFacts
+from train_fn.ranks.line import RankFacts, Wire
 from train_fn.ranks.rank import Outside, run_rank
 from train_fn.ranks.zygote import begin_anew, show_as
 from train_fn.recovery.hang import TRAINING_THREAD

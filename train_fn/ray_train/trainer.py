@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.train
 import torch
 from ray.exceptions import RayError
+from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from everstep.spec.run_spec import RunSpec
 from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.journal_actor import NAMESPACE, controller_name
-from train_fn.ray_train.rank_group import RankGroupConfig
 from train_fn.ray_train.ray_checkpoints import KeepCheckpointList
 from train_fn.ray_train.ray_internals import (
     RAY_NODE_ID_KEY,
@@ -23,7 +25,7 @@ from train_fn.ray_train.ray_internals import (
     PlacementGroupCleanerCallback,
 )
 from train_fn.ray_train.worker_actor import run_rank
-from train_fn.recovery.launch import ControllerOutcome, Engine, RankJob
+from train_fn.recovery.launch import ControllerOutcome, Engine, Meeting, RankJob
 from train_fn.recovery.sizing import worker_resources
 from train_fn.step.nccl import group_backend
 
@@ -142,3 +144,37 @@ def _scaling_config(run: RunSpec, use_gpu: bool) -> ray.train.ScalingConfig:
         placement_strategy=spec.placement_strategy,
         accelerator_type=spec.accelerator_type if use_gpu else None,
     )
+
+
+# ---------------------------------------------------------------- rank group
+
+# The process group of forked ranks, in place of Ray's own backend for torch, which would form it in
+# the hosts.
+
+
+class RankGroup(Backend):  # type: ignore[misc]
+    """Let all ranks meet at the first one's node."""
+
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Form the group. Raises RayError."""
+        actors = [worker.actor for worker in worker_group.get_workers()]
+        timeout_s = backend_config.timeout_s
+        address, port = ray.get(actors[0].open_store.remote(timeout_s))
+        meeting = Meeting(address, port, backend_config.backend, timeout_s)
+        ray.get([actor.join.remote(meeting) for actor in actors])
+
+
+@dataclass
+class RankGroupConfig(TorchConfig):  # type: ignore[misc]
+    """Ray's settings of torch, for forked ranks."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return RankGroup
+
+    @property
+    def train_func_context(self) -> Any:
+        """Return a context that does nothing: Ray's would open the GPU in the host."""
+        return nullcontext

@@ -29,7 +29,7 @@ from train_fn.errors import CannotBuild, RankDied
 from train_fn.node.memory import look_for_oom, oom_kills
 from train_fn.node.network import accepts_connection, interface_problem, pass_time, take_in
 from train_fn.ranks.fork import Zygotes
-from train_fn.ranks.orders import BuildOrder, RankFacts
+from train_fn.ranks.line import BuildOrder, RankFacts
 from train_fn.ranks.zygote import streams_of_this
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context

@@ -16,8 +16,8 @@ import pytest
 from everstep.cli.history import _joined
 from storage.checkpoints.manifest import MANIFEST, Manifest, parse_manifest
 from storage.checkpoints.store import CheckpointStore
+from storage.claims import process_nonce
 from storage.errors import CorruptCheckpoint, CorruptFile, StorageNotFound
-from storage.process_nonce import process_nonce
 from storage.run_dir import RunDir
 from tests.support.storage_places import original, overwrite, save
 

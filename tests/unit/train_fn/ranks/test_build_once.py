@@ -25,7 +25,7 @@ from tests.support.service_process import wait_for
 from train_fn.errors import RankDied
 from train_fn.ranks.build_once import SharedLocks
 from train_fn.ranks.fork import RankProcess, Zygotes
-from train_fn.ranks.orders import BuildOrder, RankFacts
+from train_fn.ranks.line import BuildOrder, RankFacts
 from train_fn.ranks.zygote import streams_of_this
 from train_fn.recovery.launch import RankJob, RankLaunch
 
