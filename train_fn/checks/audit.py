@@ -154,7 +154,7 @@ class StepAudit:
 
     def _new_record(self) -> PassRecord:
         replica = self._replica
-        return PassRecord(replica.step_module, replica.gradient_parameters, replica.volatile.now)
+        return PassRecord(replica.step_module, replica.gradient_parameters, replica.moving.now)
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
@@ -176,7 +176,7 @@ class StepAudit:
         state = replica.state
         with generators_kept(replica.peers.device), _gradients_kept(replica):
             batch = replica.load(micro).batch
-            with replica.volatile.repeated(), self._new_record() as record:
+            with replica.moving.repeated(), self._new_record() as record:
                 replica.seed(state.step, micro.number)
                 loss_sum, _ = replica.step_module(batch)
                 loss = loss_sum * replica.loss_scale(replica.sampler.size_of(state.k))

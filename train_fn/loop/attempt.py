@@ -125,7 +125,7 @@ def run_passes(training: Training) -> StepTotals:
     A collective. It returns on every rank, or on none, with the same totals and gradients.
     """
     replica, exchange = training.replica, training.exchange
-    step, volatile = replica.state.step, replica.volatile
+    step, moving = replica.state.step, replica.moving
     plan = replica.plans.of(step)
     exchange.begin(plan)
     passes = exchange.passes(plan.share)
@@ -140,10 +140,10 @@ def run_passes(training: Training) -> StepTotals:
         is_last = position == len(passes) - 1
         with exchange.around(is_last), training.watched(number):
             if position:
-                volatile.rewind()
+                moving.rewind()
             replica.seed(step, number)
             loss_sum, weight = exchange.forward(batch, own_samples)
-            volatile.passed(own_samples, number)
+            moving.passed(own_samples, number)
             exchange.add(loss_sum, weight, differs)
             if is_last:
                 exchange.last_pass(loss_sum, number, votes_of(training))
@@ -155,7 +155,7 @@ def run_passes(training: Training) -> StepTotals:
     # A GPU digests the sums once it has them, while this thread waits. A CPU may not have them yet.
     if exchange.digests_ahead:
         _start_digests(training)
-    volatile.wait()
+    moving.wait()
     totals = exchange.take()
     if totals.fault(step, plan.num_samples) is None:
         if replica.used is not None:
@@ -190,9 +190,9 @@ def votes_of(training: Training) -> Votes:
     Raise PeersGone if the attempt was given up.
     """
     training.session.require_current()
-    progress, volatile = training.progress, training.replica.volatile
+    progress, moving = training.progress, training.replica.moving
     stop, committed, save = training.session.saver.decisions(progress.reported_checkpoint)
-    volatile.start()
+    moving.start()
     stop = training.ctx.journal.stop_requested or stop
     return Votes(stop, committed, save, progress.own_s, training.loader.take_wait_s())
 
@@ -286,7 +286,7 @@ def close_boundary(training: Training, *, is_new: bool = True) -> bool:
     if calls:
         call_hook(replica, reporter)
     if closes or calls or (evaluates and state.k == 0):
-        replica.volatile.renew()
+        replica.moving.renew()
         renew_task_state(replica)
     state.hook_due, replica.before_hook = False, None
     if rested:

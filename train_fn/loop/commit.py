@@ -82,7 +82,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
         values = {"loss": _finite(totals.loss_sum / totals.weight), **values}
     with training.session.commit():
         state.task = task_state
-        replica.volatile.adopt()  # before hooks of the optimizer move what they move
+        replica.moving.adopt()  # before hooks of the optimizer move what they move
         skipped = own is None and _update_weights(replica)
         if replica.after_step is not None and not skipped:
             _call_after_step(replica, replica.after_step)
@@ -114,7 +114,7 @@ def _call_after_step(replica: Replica, source: str) -> None:
     with replica.checks.around(Moment.AFTER_STEP, source):
         seed_micro_batch(replica.sampler.seed, state.step, _NO_BATCH, replica.peers.device)
         replica.task.after_step(state.model, state.step)  # type: ignore[attr-defined]
-        replica.volatile.rebase()
+        replica.moving.rebase()
 
 
 def _link(replica: Replica, totals: StepTotals, counted: Callable[[], Count]) -> Link:

@@ -112,7 +112,7 @@ def _last_committed(replica: Replica) -> dict[str, Any] | str:
         return copied or "the rank was between two states"
     if is_torn(replica):
         return TORN
-    if torn := replica.volatile.put_back():
+    if torn := replica.moving.put_back():
         return not_copied(torn)
     return replica.state.state_dict()
 
@@ -128,7 +128,7 @@ def save_last(ctx: WorkerContext, progress: RankProgress) -> bool:
         state.load_state_dict(own.shadow.newest)
     if not state.complete or is_torn(replica):
         return False
-    replica.volatile.put_back()
+    replica.moving.put_back()
     try:
         if newest_durable(ctx.run_dir) < state.step:
             saver = training.session.saver if training else Saver(ctx, state, BoundaryCopies(state))
@@ -187,7 +187,7 @@ class Rescue:
         """Take the memory of a copy. Called by the training thread, once the state is restored."""
         if self._progress.replica is not None and not nccl.fails_by_itself():
             self._take_memory()
-            self._replica.volatile.rehearse()
+            self._replica.moving.rehearse()
         self.note_work()
 
     def step_committed(self) -> None:
@@ -299,7 +299,7 @@ class Rescue:
         if not replica.state.complete:
             return self._into_memory(self._shadow())
         state = self._live()
-        before = replica.volatile.before_step()
+        before = replica.moving.before_step()
         if before is None:
             return None
         for place, value in before:

@@ -63,12 +63,12 @@ def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     """
     if replica.val_set is None or (not is_iterable(replica.val_set) and len(replica.val_set) == 0):
         return {}
-    replica.volatile.require_unchanged()
+    replica.moving.require_unchanged()
     metrics = {f"val_{name}": value for name, value in _averages(ctx, replica).items()}
     if replica.state.ema is not None:
         with replica.state.ema.in_place():
             metrics |= {f"ema_val_{name}": value for name, value in _averages(ctx, replica).items()}
-    replica.volatile.undo_evaluation()
+    replica.moving.undo_evaluation()
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     return metrics
@@ -91,7 +91,7 @@ def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     source = _measuring(replica.task)
     checks = replica.checks.around(Moment.EVALUATED, source)
     met = met_by_all(replica.order_at_first, source)
-    with checks, evaluating(state.model), replica.volatile.kept(), met:
+    with checks, evaluating(state.model), replica.moving.kept(), met:
         batches = batches_of_whole_pass if is_iterable(replica.val_set) else batches_by_index
         mine = _measure_all(ctx, replica, own, batches(ctx, replica))
     order = 0 if replica.order is None else replica.order.take()
@@ -196,7 +196,7 @@ def _measure_all(
                     )
                 num_empty += 1
                 continue
-            replica.volatile.rewind()  # a model may change its buffers in eval mode as well
+            replica.moving.rewind()  # a model may change its buffers in eval mode as well
             seed_micro_batch(spec.train.seed, replica.state.step, number or 0, device)
             with autocast(spec.train.precision, device):
                 found = _measured(task, replica.state.model, batch, loss)

@@ -27,7 +27,7 @@ from train_fn.session.speed import FlopCount, counted_flops
 from train_fn.state.contents import Sketch, sketch
 from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import NOT_COMPARED, numerics_of
-from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.buffers import MovingBuffers
 from train_fn.step.peers import UsedParameters
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places, with_their_like
@@ -51,7 +51,7 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
     if replica.own_updates is not None:
         replica.wrapped = replica.step_module
         replica.state.task = replica.task_state.capture()
-        replica.volatile = replica.own_updates.changed_by(replica.state, replica.parameters)
+        replica.moving = replica.own_updates.changed_by(replica.state, replica.parameters)
         return
     if replica.peers.alone or replica.exchange is not None or replica.shards is not None:
         replica.wrapped = replica.step_module
@@ -81,7 +81,7 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
     if begins:
         try_pieces(replica, batch, len(first))
     count = FlopCount() if flops is None and is_one_size else None
-    replica.volatile = run_first_pass(
+    replica.moving = run_first_pass(
         replica, batch, loaded, first, is_fresh=is_fresh, count=count or nullcontext()
     )
     if count is not None:
@@ -131,7 +131,7 @@ def run_first_pass(
     *,
     is_fresh: bool,
     count: AbstractContextManager[object],
-) -> VolatileBuffers:
+) -> MovingBuffers:
     """Run ``batch`` forward and backward, put everything back, and return what forward passes
     change. A collective.
 
@@ -152,7 +152,7 @@ def run_first_pass(
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
     tree = replica.exchange
-    return VolatileBuffers(
+    return MovingBuffers(
         places,
         with_their_like(places, moving),
         ignored,

@@ -22,7 +22,7 @@ from train_fn.errors import BadTask, NonFiniteLoss
 from train_fn.state.optim import Optimizers, each_of
 from train_fn.state.run_state import Shadows
 from train_fn.state.train_state import TrainState
-from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.buffers import MovingBuffers
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import untrained_places
 from train_fn.tasks.protocol import LOSS, METHOD, Task, where
@@ -54,12 +54,12 @@ class OwnUpdates:
         """Metrics of the step over all ranks, beside its loss."""
         self._names: list[str] | None = None
 
-    def changed_by(self, state: TrainState, trained: Sequence[nn.Parameter]) -> VolatileBuffers:
+    def changed_by(self, state: TrainState, trained: Sequence[nn.Parameter]) -> MovingBuffers:
         """Return what may change in a step, which counts as one forward pass: any buffer of the
         model. No step is tried before the first one: it would change the optimizers."""
         places = untrained_places(state.model, trained)
         buffers = [number for number, place in enumerate(places) if place.is_buffer]
-        return VolatileBuffers(places, buffers, (), self._peers, state.carry)
+        return MovingBuffers(places, buffers, (), self._peers, state.carry)
 
     @property
     def has_loss(self) -> bool:

@@ -44,7 +44,7 @@ from train_fn.node.network import lowered_level
 from train_fn.samples.loader import Loaded, to_device
 from train_fn.samples.sampler import MicroBatch, seed_micro_batch
 from train_fn.state.train_state import TaskState, TrainState
-from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.buffers import MovingBuffers
 from train_fn.step.fingerprints import Fingerprints
 from train_fn.step.peers import Peers, UsedParameters, fill_gradients, finish_exchange
 from train_fn.step.precision import Precision, autocast, set_determinism
@@ -254,7 +254,7 @@ class Replica:
         self.changed_by_pass: list[str] = []
         """Plain attributes of modules and task that the first pass changed."""
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
-        self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
+        self.moving = MovingBuffers([], (), (), self.peers, self.state.carry)
         self.fingerprints = Fingerprints(self.parameters)
         source = step_method(self.task)
         self.together = Together(

@@ -85,7 +85,7 @@ class Training:
     def begin(self, num_samples: int, num_passes: int) -> None:
         """Keep what the forward passes of a step change: ``num_passes`` of this rank, for
         ``num_samples`` in the global batch."""
-        self.replica.volatile.begin(num_samples, num_passes)
+        self.replica.moving.begin(num_samples, num_passes)
         if self.progress.rescue is not None:
             self.progress.rescue.note_work()
 
@@ -151,7 +151,7 @@ def restore(session: Session, replica: Replica) -> None:
     session.restore(adopt_origin, before_load=meet)
     replica.together.begun_at = state.step
     replica.task_state.load(state.task)
-    replica.volatile.renew()
+    replica.moving.renew()
     check_numerics(ctx, replica.peers, state, replica.parts.numerics)
     replica.peers.gather(None)  # nobody reads any more
     ctx.on_restored()

@@ -33,7 +33,7 @@ _COMPARED = 2
 """Commits in which contents are compared."""
 
 
-class Volatile:
+class MovingTensors:
     """Keep the values that such tensors had at the last commit.
 
     Those that are known to change are copied at every commit. A change is noticed by version

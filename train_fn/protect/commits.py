@@ -424,7 +424,7 @@ class Boundary:
     def require_unchanged(self) -> None:
         """Raise BadTask if the loop changed a part after its last commit, where nothing says when
         a step begins, or buffers by passes that may belong to either step."""
-        if self._more_passes and self._state.volatile.moves:
+        if self._more_passes and self._state.moving.moves:
             raise BadTask(
                 f"the loop made {self._more_passes} more passes in training mode under no_grad "
                 f"after step {self._state.step} than its steps begin with, so to which step the "

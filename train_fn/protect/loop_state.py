@@ -16,7 +16,7 @@ from train_fn.checks.ranks import require_same_samples
 from train_fn.errors import BadTask, DataChanged, few
 from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch, Share
-from train_fn.protect.changes import PartCopies, Volatile, WeightsMark
+from train_fn.protect.changes import MovingTensors, PartCopies, WeightsMark
 from train_fn.samples.sampler import Sampler
 from train_fn.state.optim import Packer, match_layout, unpacked
 from train_fn.state.pieces import WEIGHT, weights_in
@@ -74,7 +74,7 @@ class LoopState(RunState):
             if value.requires_grad
         }
         held = {id(value) for value in parts.optimized()}
-        self.volatile = Volatile(
+        self.moving = MovingTensors(
             parts.models, [each for each in parts.parameters() if id(each) in held]
         )
         self._packers = {name: Packer() for name in parts.optimizers}
@@ -172,14 +172,14 @@ class LoopState(RunState):
 
     def note_parts(self, *, of_step: bool = True) -> None:
         """Copy what may change before the next optimizer step, or note its version."""
-        self.volatile.commit(of_step=of_step)
+        self.moving.commit(of_step=of_step)
         self._weights_mark.note()
         self._copies.note()
 
     def note_unseen(self) -> None:
         """Copy again what may have changed without a trace, where looking would cost more."""
-        if self.volatile.is_on_gpu:
-            self.volatile.commit(of_step=False)
+        if self.moving.is_on_gpu:
+            self.moving.commit(of_step=False)
 
     def changed(self) -> list[str]:
         """Return the names of what differs from what was noted, as far as that is seen. Loaders are
@@ -188,7 +188,7 @@ class LoopState(RunState):
             *self._copies.changed(),
             *self._copies.changed_options(),
             *(["the trained weights"] if self._weights_mark.seems_changed() else []),
-            *(["buffers or untrained weights"] if self.volatile.has_changed() else []),
+            *(["buffers or untrained weights"] if self.moving.has_changed() else []),
         ]
 
     def weights_have_changed(self) -> bool:
@@ -208,7 +208,7 @@ class LoopState(RunState):
     def last_committed(self) -> dict[str, Any] | list[str]:
         """Return the state of the last commit while no optimizer has stepped since; or the names of
         what has changed without a copy."""
-        torn = self._copies.torn() + self.volatile.put_back()
+        torn = self._copies.torn() + self.moving.put_back()
         if self._weights_mark.has_changed():
             torn.append("the trained weights")
         if torn:
@@ -266,7 +266,7 @@ class LoopState(RunState):
             "fingerprint": f"{FINGERPRINT}: {self._known_data}",
             "contents": self._contents,
             "model": self._weights(),
-            "unsaved": self.volatile.unsaved(),
+            "unsaved": self.moving.unsaved(),
             "task": {
                 "seed": self.seed,
                 "parts": {name: state for name, state in states.items() if name not in loaders},
@@ -322,8 +322,8 @@ class LoopState(RunState):
                 if self.piece is not None:
                     saved = whole_extra(name, part, saved, shards)
                 part.load_state_dict(of_own_types(saved, part.state_dict()))
-        self.volatile.load_unsaved(state["unsaved"])
-        self.volatile.renew()
+        self.moving.load_unsaved(state["unsaved"])
+        self.moving.renew()
         self.seed = state["task"]["seed"]
         self.load_counters(state)
         self._known_data = state["own_loop"]["data"]

@@ -32,7 +32,7 @@ from train_fn.step.untrained import (
 logger = logging.getLogger(__name__)
 
 
-class VolatileBuffers:
+class MovingBuffers:
     """Track and commit the tensors that forward passes change in one replica.
 
     A step calls, in order: ``begin``; ``passed`` after each forward pass, and ``rewind`` before

@@ -8,7 +8,7 @@ from torch import nn
 
 from train_fn.errors import BadTask
 from train_fn.step import untrained
-from train_fn.step.buffers import StepValues, VolatileBuffers
+from train_fn.step.buffers import MovingBuffers, StepValues
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import untrained_places
 
@@ -48,10 +48,10 @@ def test_a_late_change_of_a_tensor_without_a_copy_cannot_be_put_back(
     monkeypatch.setattr(untrained.keep, "__defaults__", (0,))
     model = nn.Module()
     model.register_buffer("large", torch.ones(8))
-    volatile = VolatileBuffers(untrained_places(model, ()), (), (), ALONE, lambda moving: None)
-    volatile.begin(5, 2)
-    volatile.passed(3)
+    buffers = MovingBuffers(untrained_places(model, ()), (), (), ALONE, lambda moving: None)
+    buffers.begin(5, 2)
+    buffers.passed(3)
     model.large += 1
     with pytest.raises(BadTask, match="changed large"):
-        volatile.passed(2)
-    assert volatile.put_back() == ["large"]
+        buffers.passed(2)
+    assert buffers.put_back() == ["large"]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from train_fn.errors import BadTask
-from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.buffers import MovingBuffers
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import (
     TensorPlace,
@@ -35,10 +35,10 @@ class Bag(nn.Module):
         self.register_buffer("tied", self.trained.data)
 
 
-def volatile_of(model: Bag, *names: str) -> tuple[VolatileBuffers, list[TensorPlace]]:
+def buffers_of(model: Bag, *names: str) -> tuple[MovingBuffers, list[TensorPlace]]:
     places = untrained_places(model, [model.trained])
     moving = [number for number, place in enumerate(places) if place.name in names]
-    return VolatileBuffers(places, moving, (), ALONE, lambda moving: None), places
+    return MovingBuffers(places, moving, (), ALONE, lambda moving: None), places
 
 
 def test_untrained_tensors_are_visited_once_and_none_that_shares_memory_with_trained_ones() -> None:
@@ -56,10 +56,10 @@ def test_untrained_tensors_are_visited_once_and_none_that_shares_memory_with_tra
 @pytest.mark.parametrize("how", ["in place", "another tensor", "data"])
 def test_what_moves_late_is_refused_and_put_back_by_whichever_way_it_moved(how: str) -> None:
     model = Bag()
-    volatile, _ = volatile_of(model, "two")
-    volatile.begin(10, 2)
-    volatile.passed(5)
-    volatile.rewind()
+    buffers, _ = buffers_of(model, "two")
+    buffers.begin(10, 2)
+    buffers.passed(5)
+    buffers.rewind()
     match how:
         case "in place":
             model.one.add_(1)
@@ -70,20 +70,20 @@ def test_what_moves_late_is_refused_and_put_back_by_whichever_way_it_moved(how: 
     model.two += 7
     places = "build_model.*every forward pass.*after_step or on_epoch_end"
     with pytest.raises(BadTask, match=f"changed one, which the first batch.*{places}"):
-        volatile.passed(5)
-    assert volatile.put_back() == []
+        buffers.passed(5)
+    assert buffers.put_back() == []
     assert (model.one.tolist(), model.two.tolist()) == ([0.0, 1.0, 2.0, 3.0], [1.0] * 3)
 
 
 def test_a_write_that_changes_nothing_is_no_change() -> None:
     model = Bag()
-    volatile, _ = volatile_of(model, "two")
-    volatile.begin(5, 1)
+    buffers, _ = buffers_of(model, "two")
+    buffers.begin(5, 1)
     for _ in range(2):
         model.one.copy_(torch.arange(4.0))
         model.frozen.data = model.frozen.data.clone()
-        volatile.passed(5)
-    assert volatile.put_back() == []
+        buffers.passed(5)
+    assert buffers.put_back() == []
 
 
 def test_a_large_one_that_the_first_pass_only_wrote_is_followed() -> None:
@@ -106,56 +106,56 @@ def test_blocks_that_the_first_batch_leaves_out_and_frozen_statistics_are_follow
 
 def test_a_write_in_place_through_data_that_nobody_noticed_makes_the_state_torn() -> None:
     model = Bag()
-    volatile, _ = volatile_of(model, "two")
-    volatile.begin(5, 1)
+    buffers, _ = buffers_of(model, "two")
+    buffers.begin(5, 1)
     model.frozen.data.mul_(0.5)
-    volatile.passed(5)
-    assert volatile.put_back() == ["frozen"]
+    buffers.passed(5)
+    assert buffers.put_back() == ["frozen"]
 
 
 def test_a_write_that_nobody_noticed_is_refused_before_an_evaluation() -> None:
     model = Bag()
-    volatile, _ = volatile_of(model, "two")
-    volatile.require_unchanged()
+    buffers, _ = buffers_of(model, "two")
+    buffers.require_unchanged()
     model.frozen.data.mul_(0.5)
     with pytest.raises(BadTask, match=r"frozen changed through \.data.*after_step or on_epoch_end"):
-        volatile.require_unchanged()
+        buffers.require_unchanged()
 
 
 def test_an_evaluation_leaves_no_trace() -> None:
     model = Bag()
-    volatile, _ = volatile_of(model, "two")
-    with volatile.kept():
+    buffers, _ = buffers_of(model, "two")
+    with buffers.kept():
         for _ in range(2):
-            volatile.rewind()
+            buffers.rewind()
             assert model.two.tolist() == [1.0] * 3
             model.two += 1
     model.one.add_(1)  # what was not known to move
     model.frozen.data.mul_(0.5)
-    volatile.undo_evaluation()
+    buffers.undo_evaluation()
     assert (model.one.tolist(), model.two.tolist()) == ([0.0, 1.0, 2.0, 3.0], [1.0] * 3)
     assert model.frozen.tolist() == [2.0] * 4
 
 
 def test_what_the_optimizers_hooks_move_between_two_steps_is_no_change_of_the_next_one() -> None:
     model = Bag()
-    volatile, _ = volatile_of(model, "two")
-    volatile.begin(5, 1)
-    volatile.passed(5)
-    volatile.adopt()
+    buffers, _ = buffers_of(model, "two")
+    buffers.begin(5, 1)
+    buffers.passed(5)
+    buffers.adopt()
     model.one.add_(1)
-    volatile.begin(5, 1)
-    volatile.passed(5)
+    buffers.begin(5, 1)
+    buffers.passed(5)
     model.one.add_(1)
-    assert volatile.put_back() == []
+    assert buffers.put_back() == []
     assert model.one.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_buffer_of_the_state_that_takes_another_shape_is_refused_by_name_and_put_back() -> None:
     model = Bag()
-    volatile, _ = volatile_of(model, "two")
+    buffers, _ = buffers_of(model, "two")
     for name in ("one", "two"):
-        volatile.begin(5, 1)
+        buffers.begin(5, 1)
         setattr(model, name, torch.ones(9))
         with pytest.raises(
             BadTask,
@@ -164,14 +164,14 @@ def test_a_buffer_of_the_state_that_takes_another_shape_is_refused_by_name_and_p
                 r".*\(9,\)"
             ),
         ):
-            volatile.passed(5)
-            volatile.adopt()
-        assert volatile.put_back() == []
+            buffers.passed(5)
+            buffers.adopt()
+        assert buffers.put_back() == []
         assert len(getattr(model, name)) != 9
-    volatile.begin(5, 1)
+    buffers.begin(5, 1)
     model.loose = torch.ones(9)  # follows from the batch
-    volatile.passed(5)
-    volatile.adopt()
+    buffers.passed(5)
+    buffers.adopt()
 
 
 def test_a_first_pass_that_gives_a_buffer_its_shape_is_refused_by_name() -> None:
@@ -214,10 +214,10 @@ def test_an_unsaved_buffer_that_is_made_anew_with_the_same_contents_is_left_alon
         [places[number].name for number in moving],
         [places[number].name for number in ignored],
     ) == (["one"], ["loose"])
-    volatile = VolatileBuffers(places, moving, ignored, ALONE, lambda moving: None)
-    volatile.begin(5, 1)
+    buffers = MovingBuffers(places, moving, ignored, ALONE, lambda moving: None)
+    buffers.begin(5, 1)
     model.loose = model.loose.clone()
-    volatile.passed(5)
+    buffers.passed(5)
 
 
 def test_of_what_is_large_a_sample_is_kept() -> None:
