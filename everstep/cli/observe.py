@@ -4,12 +4,7 @@ tensorboard`.
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,14 +17,14 @@ from everstep.cli.terminal import (
     Exit,
     RunArgument,
     RunsArgument,
+    Said,
     Terminal,
     command,
     print_found,
     terminal,
 )
 from everstep.cli.terminal import run_ids as newest_ids
-from everstep.client.runs import RunHandle
-from everstep.errors import Unavailable, UsageError
+from everstep.errors import UsageError
 from everstep.text import events as event_words
 from everstep.text import failure, words
 from everstep.wire import Goodput, GoodputBuckets, ProjectGoodput, Run
@@ -357,92 +352,25 @@ def _show_profile(out: Terminal, found: Profile, path: Path) -> None:
 
 # ---------------------------------------------------------------- tensorboard
 
-# ``everstep tensorboard``: the curves of runs in TensorBoard, kept up to date while they train.
-
-REFRESH_S = 10.0
-
 
 @command()
 def tensorboard(
     run_ids: RunsArgument,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 6006,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--download",
-            metavar="DIRECTORY",
-            help="Only download the files there, and start nothing.",
-        ),
-    ] = None,
-) -> None:
-    """Show runs in TensorBoard: download their files, start it, follow runs that train."""
-    out = terminal()
-    client = out.client()
+        Path, typer.Option("--download", metavar="DIRECTORY", help="Where to put the files.")
+    ] = Path("out/tensorboard"),
+) -> Said:
+    """Download the TensorBoard files of runs, and print the command that shows them. The same
+    again fetches what is new."""
+    client = terminal().client()
     runs = [client.runs.get(run_id) for run_id in dict.fromkeys(run_ids)]
-    if directory is not None:
-        fetch(runs, directory)
-        if out.as_json:
-            out.json({"directory": str(directory.absolute())})
-        else:
-            out.line(str(directory))
-            out.note("show it with: tensorboard --reload_multifile=true --logdir " + str(directory))
-        return
-    if importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            "TensorBoard is not installed here: pip install tensorboard, or take the files "
-            "elsewhere with --download DIRECTORY"
-        )
-    with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-tb-")))
-        if not fetch(runs, place):
-            out.note("there are no points yet; they appear a few seconds after the first step")
-        shown = subprocess.Popen(served(place, host, port))
-        stack.callback(end, shown)
-        out.note(f"TensorBoard: http://{host}:{port}  (Ctrl-C ends it)")
-        follow(runs, place, shown)
-    if shown.returncode:
-        raise out.fail(
-            f"TensorBoard ended with exit code {shown.returncode}; its message is above",
-            Exit.FAILED,
-        )
-
-
-def fetch(runs: Sequence[RunHandle], place: Path) -> int:
-    """Bring the files of every run up to date, each in a folder; return how many bytes were new."""
-    return sum(
-        run.download_event_files(place / f"{run.run.name.replace('/', '_')}-{run.id}")
+    num_bytes = sum(
+        run.download_event_files(directory / f"{run.run.name.replace('/', '_')}-{run.id}")
         for run in runs
     )
-
-
-def served(place: Path, host: str, port: int) -> list[str]:
-    """Return the command that shows the files below a directory."""
-    program = [sys.executable, "-m", "tensorboard.main", "--logdir", str(place)]
-    return [*program, "--host", host, "--port", str(port), "--reload_multifile=true"]
-
-
-def follow(runs: Sequence[RunHandle], place: Path, shown: subprocess.Popen[bytes]) -> None:
-    """Fetch what is new until TensorBoard ends. A service that is away for a while is asked
-    again."""
-    while True:
-        try:
-            shown.wait(REFRESH_S)
-            return
-        except subprocess.TimeoutExpired:
-            pass
-        try:
-            fetch(runs, place)
-        except Unavailable as exc:
-            terminal().note(f"{exc}; trying again")
-
-
-def end(shown: subprocess.Popen[bytes]) -> None:
-    """End TensorBoard."""
-    if shown.poll() is None:
-        shown.terminate()
-        try:
-            shown.wait(10)
-        except subprocess.TimeoutExpired:
-            shown.kill()
-            shown.wait()
+    shown = f"tensorboard --reload_multifile=true --logdir {shlex.quote(str(directory))}"
+    return Said(
+        {"directory": str(directory.absolute()), "new_bytes": num_bytes},
+        [f"{directory}: {words.size(num_bytes)} more"],
+        notes=[f"show it with: {shown}"],
+    )
