@@ -312,16 +312,6 @@ class Rehearsal(Answer):
     rows: tuple[RehearsalRow, ...]
     notes: tuple[str, ...] = ()
 
-    @property
-    def explanation(self) -> str:
-        """Return the outcome with its cause and what to do."""
-        for row in self.rows:
-            if row.difference is not None:
-                return f"{self.text} {row.name}: {row.text} {row.difference.advice}."
-            if row.outcome == "impossible":
-                return f"{self.text} {row.text}"
-        return self.text
-
 
 REHEARSAL_TAG = "everstep.rehearsal"
 """Tag of a run with what a rehearsal before its submission showed: ``equal`` or ``different``, the

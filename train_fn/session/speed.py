@@ -142,7 +142,9 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     pass computes the same bits, compiled functions included."""
 
     _COUNTED = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp"})
-    """Libraries of operators whose products torch has formulas for, or that have none."""
+    """Libraries of operators whose products torch has formulas for, or that have none,"""
+    _PRODUCTS = re.compile(r"rnn|mm$|mm_|mv$|matmul|^(mkldnn_)?linear|conv|attention|linalg|fft")
+    """and names of those among them that have some, if torch has no formula."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -159,10 +161,13 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         result = func(*args, **named)
-        formula = self._formulas.get(getattr(func, "_overloadpacket", None))
+        packet: Any = getattr(func, "_overloadpacket", func)
+        formula = self._formulas.get(packet)
         if formula is not None:
             self._total += formula(*args, **named, out_val=result)
-        elif getattr(func, "namespace", None) not in self._COUNTED:
+        elif getattr(func, "namespace", None) not in self._COUNTED or self._PRODUCTS.search(
+            packet.__name__
+        ):
             self._is_known = False
         return result
 
