@@ -16,6 +16,7 @@ Events for Linux VMs".
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import signal
 import subprocess
@@ -65,8 +66,8 @@ def ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
         if exc.code == 404:
             return None
         raise Gone(f"{url}: {exc}") from exc
-    except OSError as exc:
-        raise Gone(f"{url}: {exc}") from exc
+    except (OSError, http.client.HTTPException) as exc:
+        raise Gone(f"{url}: {exc!r}") from exc
 
 
 def left_until(when: datetime) -> float:
@@ -141,7 +142,8 @@ def drain(command: Sequence[str], notice: Notice) -> bool:
 
 
 class Watch:
-    """Ask a cloud again and again, and drain once it says that the machine goes."""
+    """Ask a cloud again and again, and drain whenever it says something new: a node that was started
+    again after a recommendation is drained by the notice that follows."""
 
     def __init__(self, cloud: str, metadata: str, command: Sequence[str]) -> None:
         self._ask, self._metadata, self._command = CLOUDS[cloud], metadata, command
@@ -168,15 +170,14 @@ class Watch:
                     "it again (`ray start`), and it joins"
                 )
                 self._drained = None
-        elif self._drained is None and drain(self._command, notice):
+        elif self._drained != notice.reason and drain(self._command, notice):
             self._drained = notice.reason
 
     def run(self, every_s: float) -> None:
-        """Look until the program is asked to end; then drain the node, unless it is."""
+        """Look until the program is asked to end; then drain the node."""
         while not self.stopping.wait(every_s):
             self.look()
-        if self._drained is None:
-            drain([*self._command, "--wait"], Notice(STOPPING_S, "this machine shuts down"))
+        drain([*self._command, "--wait"], Notice(STOPPING_S, "this machine shuts down"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

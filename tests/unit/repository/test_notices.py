@@ -140,6 +140,16 @@ def test_a_notice_drains_the_node_once_with_the_time_that_is_left(
     assert len(cloud.drains()) <= known + 1, "once it was accepted, no more"
 
 
+def test_a_notice_that_follows_a_recommendation_is_heard_too(cloud: Cloud) -> None:
+    cloud.answers = {"/latest/meta-data/events/recommendations/rebalance": "{}"}
+    cloud.watch("aws")
+    wait_for(lambda: len(cloud.drains()) == 1, 20, "the first drain")
+    action = {"action": "terminate", "time": f"{SOON:%Y-%m-%dT%H:%M:%SZ}"}
+    cloud.answers["/latest/meta-data/spot/instance-action"] = json.dumps(action)
+    wait_for(lambda: len(cloud.drains()) == 2, 20, "the second drain")
+    assert "terminate" in cloud.drains()[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "answers"),
     [
