@@ -142,8 +142,8 @@ def drain(command: Sequence[str], notice: Notice) -> bool:
 
 
 class Watch:
-    """Ask a cloud again and again, and drain whenever it says something new: a node that was started
-    again after a recommendation is drained by the notice that follows."""
+    """Ask a cloud again and again, and drain whenever it says something new: a node that was
+    started again after a recommendation is drained by the notice that follows."""
 
     def __init__(self, cloud: str, metadata: str, command: Sequence[str]) -> None:
         self._ask, self._metadata, self._command = CLOUDS[cloud], metadata, command
