@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from train_fn import own_loop
@@ -38,6 +39,8 @@ _LEAD = 2
 """Batches that are read before the last one when it is compared: as many as have their seeds."""
 _MOST_PLACES, _MOST_READ = 16, 2
 """Batches of which the places, or the contents, are compared before a loop begins."""
+_MOST_WALKED = 100_000
+"""Batches of the first epoch that a copy of a sampler makes before the second is compared."""
 _LEADS_AGAIN = (0, 1, 3)
 """Of further readings: at other places of an iteration, by other loader processes."""
 
@@ -244,9 +247,33 @@ class FollowedLoader:
 
     def _require_place(self, state: Followed) -> None:
         """Raise BadTask for a loader that begins the same epoch with other batches when it is begun
-        again: where it is does not follow from epoch and batch."""
-        if kept_iterator(self._loader) is None and self._begun(state) != self._begun(state):
+        again, or the next one when none was made before: where it is does not follow from epoch and
+        batch."""
+        if kept_iterator(self._loader) is not None:
+            return
+        if self._counts_epochs(state) or self._begun(state) != self._begun(state):
             raise not_followed(self._loader, "es.loader")
+
+    def _counts_epochs(self, state: Followed) -> bool:
+        """Return whether the second epoch is another one if this process has made the first: a
+        user's sampler counts them, or keeps what it has made in the first."""
+        parts = [each for each in samplers_of(self._loader) if each is not self._loader]
+        if not skips(self._loader) or all(type(e).__module__.startswith("torch.") for e in parts):
+            return False
+        sampler, data = self._loader.batch_sampler, self._loader.dataset
+        try:
+            fresh, used = (copy.deepcopy(sampler, {id(data): data}) for _ in range(2))
+        except Exception:  # it holds what cannot be copied
+            return False
+        self._places(used, state, 0, _MOST_WALKED)
+        return self._places(used, state, 1) != self._places(fresh, state, 1)
+
+    def _places(
+        self, sampler: Any, state: Followed, epoch: int, most: int = _MOST_PLACES
+    ) -> list[Any]:
+        """Return the first batches of an epoch, as a sampler alone says them."""
+        set_order(SimpleNamespace(batch_sampler=sampler), state.seed, epoch, *self._streams(state))
+        return [list(each) for each in islice(sampler, most)]
 
     def _begun(self, state: Followed) -> list[Any]:
         """Begin the epoch. Return the places of its first batches, as far as a sampler says them;
@@ -340,10 +367,12 @@ class FollowedLoader:
         for part in samplers_of(loader):
             if hasattr(part, "initial_seed"):  # of Accelerate's sampler, which adds the epoch
                 part.initial_seed = state.seed >> 1
-        by_rank, draws_by_rank = (
-            1 + state.rank if differ else 0 for differ in (self._by_rank, self._draws_by_rank)
-        )
-        set_order(loader, state.seed, self.epoch, by_rank, draws_by_rank)
+        set_order(loader, state.seed, self.epoch, *self._streams(state))
+
+    def _streams(self, state: Followed) -> Iterator[int]:
+        """Yield the streams of the order's draws, and of those of generators that samplers own."""
+        for differ in (self._by_rank, self._draws_by_rank):
+            yield 1 + state.rank if differ else 0
 
 
 def _place_of(data: Any) -> Any:

@@ -174,8 +174,9 @@ class Loader(Iterator[Loaded]):
             raise ahead
         began = time.perf_counter()
         loaded = ahead or self._load()
-        self._waited_s += time.perf_counter() - began
-        if self._copies is not None:
+        if self._copies is None:
+            self._waited_s += time.perf_counter() - began
+        else:
             computing = torch.cuda.current_stream(self._device)
             # Raises what broke the device, before the last micro-batch is freed: torch would end
             # the process that frees it (``node/device.py``).
@@ -199,8 +200,8 @@ class Loader(Iterator[Loaded]):
         self._idle = had_done, _mark_on(self._copies)
 
     def take_wait_s(self) -> float:
-        """Return how long a step waited for data since the last call. On CUDA, what the loader
-        takes while the device computes is no wait."""
+        """Return how long a step waited for data since the last call. On CUDA that is how long the
+        device had nothing to do before the step's first micro-batch was there."""
         waited_s, self._waited_s = self._waited_s, 0.0
         if self._idle is not None and all(mark.query() for mark in self._idle):  # type: ignore[no-untyped-call]
             had_done, was_there = self._idle

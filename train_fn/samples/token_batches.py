@@ -50,7 +50,8 @@ class _Batches(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class TokenSampler(Sampler):
     """Sample by tokens, like ``Sampler``: global and micro-batch size are in tokens, padding
-    included. A micro-batch has more only if a single sample is longer."""
+    included. A micro-batch has more only if a single sample is longer. A batch has no more
+    micro-batches than the sizes say, so that ranks have equal shares of most."""
 
     lengths: IndexArray
     """Tokens of each sample, none above ``global_batch_size``."""
@@ -124,7 +125,9 @@ class TokenSampler(Sampler):
     def _batches(self) -> _Batches:
         buckets, num_samples = self._buckets, self.num_samples
         ends = (buckets.begin + buckets.size).tolist()
-        fits = (self.global_batch_size // buckets.longest).tolist()
+        in_micro = np.maximum(1, self.micro_batch_size // buckets.longest)
+        most = in_micro * max(1, self.global_batch_size // self.micro_batch_size)
+        fits = np.minimum(self.global_batch_size // buckets.longest, most).tolist()
         starts, of_bucket, at, bucket = list[int](), list[int](), 0, 0
         while at < num_samples:
             while at >= ends[bucket]:
@@ -135,8 +138,7 @@ class TokenSampler(Sampler):
         places = np.arange(len(starts), dtype=np.uint64)
         order = permute(key(self.seed, _BATCHES), 0, len(starts), places)
         size = np.diff(starts, append=num_samples)
-        in_micro = np.maximum(1, self.micro_batch_size // buckets.longest)[of_bucket]
-        num_micro = -(-size // in_micro)
+        num_micro = -(-size // in_micro[of_bucket])
         arrays = np.array(of_bucket), np.array(starts), size, num_micro
         return _Batches(*(each[order] for each in arrays))
 
@@ -179,10 +181,10 @@ def lengths_of(dataset: Any, name: str, most: int | None = None) -> IndexArray:
             f"lengths of {name} is an array of {found.dtype} of shape {found.shape}; it must hold "
             f"a whole number for each of its {len(dataset)} samples"
         )
-    if (found < 1).any():
+    lengths = found.astype(np.int64)  # before: unsigned, -1 is a large number
+    if (lengths < 1).any():
         raise BadTask(
-            f"lengths of {name} says {found.min()} for sample {int(np.argmin(found))}; a length is "
-            "at least 1. Leave empty samples out"
+            f"lengths of {name} says {lengths.min()} for sample {int(np.argmin(lengths))}; a length "
+            "is at least 1. Leave empty samples out"
         )
-    lengths = found.astype(np.int64)
     return lengths if most is None else lengths[: 1 + int((np.cumsum(lengths) < most).sum())]

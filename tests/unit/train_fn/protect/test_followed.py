@@ -746,6 +746,25 @@ class CountsItself(ByLength):
         return iter(self.batches())
 
 
+class CountsAtTheEnd(ByLength):
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.batches()
+        self.epoch += 1
+
+
+class KeepsTheFirst(ByLength):
+    """It makes its batches when they are first asked for."""
+
+    kept: list[list[int]] | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.kept = self.kept or self.batches()
+        return iter(random.Random(self.epoch).sample(self.kept, len(self.kept)))
+
+
 class DrawsAtRandom(ByLength):
     times = count()
 
@@ -772,6 +791,8 @@ def test_a_batch_sampler_goes_on_at_the_very_batch(done: int, num_workers: int) 
     ("sampler", "words"),
     [
         (CountsItself(), r"set_epoch\(epoch\)"),
+        (CountsAtTheEnd(), r"set_epoch\(epoch\)"),
+        (KeepsTheFirst(), r"gives other batches"),
         (DrawsAtRandom(), r"draws from what nothing seeds"),
         (iter([[1, 2], [3]]), r"is a list_iterator, which cannot begin an epoch again"),
         (7, r"is a int, which cannot"),
