@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from html import escape
 from typing import Any
@@ -54,32 +53,6 @@ def _progress(run: Run) -> str:
         f'<progress value="{run.step}" max="{run.total_steps}"></progress> {run.step} of '
         f"{run.total_steps}"
     )
-
-
-def is_notebook() -> bool:
-    """Return whether this process is a notebook kernel, without importing anything."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return shell is not None and hasattr(shell, "kernel")
-
-
-class Display:
-    """Output of a notebook cell that is replaced when the run changes."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-        self._shown = ""
-
-    def show(self, run: Run) -> None:
-        html = run_html(run)
-        if html == self._shown:
-            return
-        self._shown = html
-        from IPython.display import HTML, display
-
-        if self._handle is None:
-            self._handle = display(HTML(html), display_id=True)
-        else:
-            self._handle.update(HTML(html))
 
 
 # ---------------------------------------------------------------- plot

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from everstep.client.download import RunEventFiles
 from everstep.client.handles import DrillHandle, ProfileHandle
-from everstep.client.notebook import Display, is_notebook, plot
+from everstep.client.notebook import plot
 from everstep.client.streams import Follower
 from everstep.errors import RunFailed, UsageError
 from everstep.spec.run_spec import RunSpec
@@ -106,24 +106,17 @@ class RunHandle(RunHistory):
     def wait(self, timeout_s: float | None = None) -> RunHandle:
         """Wait until the run has ended; return self if it SUCCEEDED.
 
-        Waiting continues through a pause, and while the service is unreachable for a while. In a
-        notebook the run is shown below the cell with a progress bar.
+        Waiting continues through a pause, and while the service is unreachable for a while.
 
         Raises RunFailed for FAILED and CANCELLED, with the last failure and its verdict;
         WaitTimeout after ``timeout_s`` seconds; Unavailable if the service stays unreachable.
         """
-        display = Display() if is_notebook() else None
-
-        def refresh_and_show() -> None:
-            self.refresh()
-            if display is not None:
-                display.show(self.run)
 
         def late() -> str:
             place = "" if words.has_no_steps(self.run) else f" at step {self.run.step}"
             return f"run {self.id} is still {self.run.status}{place} after {timeout_s:g} s"
 
-        self._wait(lambda: self.run.status.terminal, refresh_and_show, late, timeout_s, *_PAUSES_S)
+        self._wait(lambda: self.run.status.terminal, self.refresh, late, timeout_s, *_PAUSES_S)
         if self.run.status is not RunStatus.SUCCEEDED:
             raise self.failed()
         return self

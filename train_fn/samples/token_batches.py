@@ -184,7 +184,7 @@ def lengths_of(dataset: Any, name: str, most: int | None = None) -> IndexArray:
     lengths = found.astype(np.int64)  # before: unsigned, -1 is a large number
     if (lengths < 1).any():
         raise BadTask(
-            f"lengths of {name} says {lengths.min()} for sample {int(np.argmin(lengths))}; a length "
-            "is at least 1. Leave empty samples out"
+            f"lengths of {name} says {lengths.min()} for sample {int(np.argmin(lengths))}; a "
+            "length is at least 1. Leave empty samples out"
         )
     return lengths if most is None else lengths[: 1 + int((np.cumsum(lengths) < most).sum())]
