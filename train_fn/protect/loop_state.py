@@ -380,6 +380,8 @@ class LoopState(RunState):
         }
 
 
+_DRAWN_SEED = 1 << 32
+"""Larger seeds are not given by people: torch draws one where nothing has set it."""
 _SCHEDULED = dict.fromkeys(("params", "initial_lr", "betas", "momentum"))
 """What a scheduler changes in a group of an optimizer, and its weights."""
 
@@ -394,7 +396,7 @@ def given_by(parts: LoopParts, seed: int) -> dict[str, str]:
         for rate in (group.get("initial_lr", group.get("lr")),)
     ]
     given: dict[str, Any] = {"model": parts.models, "optimizer or its options": options}
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if seed < _DRAWN_SEED and (not dist.is_initialized() or dist.get_rank() == 0):
         given["seed"] = seed
     texts = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in given.items()}
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}

@@ -123,6 +123,15 @@ def test_what_an_error_left_goes_on_in_its_own_loop_alone(
     assert again.num_made == 1
 
 
+def test_a_script_that_sets_no_seed_gets_its_finished_training_back(
+    tmp_path: Path, as_new_process: Callable[[], None]
+) -> None:
+    Fold(tmp_path, seed=1 << 50).train()
+    as_new_process()
+    again = Fold(tmp_path, seed=1 << 51)  # as torch draws another one in each process
+    assert again.train() and again.num_made == 0
+
+
 def test_an_interrupted_training_says_that_another_learning_rate_is_not_used(
     tmp_path: Path, as_new_process: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
