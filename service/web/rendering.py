@@ -317,6 +317,7 @@ def _finished(request: Request, response: Response) -> Response:
 MARK_KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RESTORED})
 
 _FIRST: Final = ("loss", "accuracy", "perplexity")
+_LAST: Final = "data_wait"
 
 _MOST_MARKS: Final = 200
 
@@ -329,7 +330,8 @@ def charts(names: Iterable[str]) -> list[dict[str, Any]]:
         groups.setdefault(name.removeprefix(PREFIX) or name, []).append(name)
 
     def order(title: str) -> tuple[int, str]:
-        return (_FIRST.index(title) if title in _FIRST else len(_FIRST), title)
+        place = _FIRST.index(title) if title in _FIRST else len(_FIRST)
+        return place + (title == _LAST), title
 
     return [{"title": title, "names": groups[title]} for title in sorted(groups, key=order)]
 
