@@ -142,12 +142,20 @@ def _run_own(code: CodeSpec, directory: Path) -> None:
         words = code.script.split() if module else [code.script]
         os.execv(sys.executable, [sys.executable, *words, *code.argv])
     sys.path.insert(0, str(Path.cwd()))
-    module_name, _, name = str(code.train_fn).partition(":")
-    function = getattr(importlib.import_module(module_name), name)
+    function, beside = _named(str(code.train_fn)), {}
+    if code.datasets is not None:
+        make = _named(code.datasets)
+        made = make(*([dict(code.config)] if inspect.signature(make).parameters else []))
+        beside = {"datasets": made[0] if isinstance(made, tuple) else made}
     scaling = importlib.import_module("ray.train").ScalingConfig(num_workers=0)
     trainer = importlib.import_module("ray.train.torch").TorchTrainer
     takes = {"train_loop_config": code.config} if inspect.signature(function).parameters else {}
-    trainer(function, scaling_config=scaling, **takes).fit()
+    trainer(function, scaling_config=scaling, **takes, **beside).fit()
+
+
+def _named(entry: str) -> Any:
+    module_name, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module_name), name)
 
 
 @command()

@@ -318,6 +318,7 @@ def _finished(request: Request, response: Response) -> Response:
 MARK_KINDS: Final = frozenset({EventKind.STATUS, EventKind.FAILURE, EventKind.RESTORED})
 
 _FIRST: Final = ("loss", "accuracy", "perplexity")
+_LAST: Final = "data_wait"
 
 _MOST_MARKS: Final = 200
 _PAUSE: Final = "resumed after a pause"
@@ -333,7 +334,8 @@ def charts(names: Iterable[str], judged: str = "") -> list[dict[str, Any]]:
     first = (judged.removeprefix(PREFIX), *_FIRST)
 
     def order(title: str) -> tuple[int, str]:
-        return (first.index(title) if title in first else len(first), title)
+        place = first.index(title) if title in first else len(first)
+        return place + (title == _LAST), title
 
     return [{"title": title, "names": groups[title]} for title in sorted(groups, key=order)]
 

@@ -571,36 +571,11 @@ def own_data(job: LoopJob, rank: int) -> Any:
     return bare
 
 
-class PackedBatches:
-    """Batches of 1 to 6 samples, of which each rank has every second; another order and number of
-    them in every epoch."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.epoch = rank, world_size, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Any:
-        import random
-
-        drawn = random.Random(self.epoch)
-        left, found = drawn.sample(range(96), 96), []
-        while left:
-            size = drawn.randint(1, 6)
-            found.append(left[:size])
-            del left[:size]
-        even = len(found) - len(found) % self.world_size
-        return iter(found[self.rank : even : self.world_size])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
 def packed(job: LoopJob, rank: int) -> Any:
-    """A loop with a batch sampler of its own."""
+    """A loop with a batch sampler of its own, whose sampler divides the samples."""
     import torch
     from torch import nn
+    from torch.utils.data import BatchSampler, DistributedSampler
 
     import everstep.train as es
 
@@ -608,7 +583,8 @@ def packed(job: LoopJob, rank: int) -> Any:
     bare = nn.Linear(8, 4)
     model = wrapped(bare, job)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    data = es.loader(Noisy(), batch_sampler=PackedBatches(rank, job.world_size))
+    sampler = DistributedSampler(Noisy(), num_replicas=job.world_size, rank=rank)
+    data = es.loader(Noisy(), batch_sampler=BatchSampler(sampler, 7, drop_last=False))
     state = protect(job, model=model, optimizer=optimizer, extra={"data": data})
     with state:
         for values, _ in data.batches(state, steps=job.steps):

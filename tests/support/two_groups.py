@@ -27,7 +27,6 @@ SHARED = {
         "test_own_code.py",
         "test_own_script.py",
         "test_protect_service.py",
-        "test_ray_data.py",
     ),
 }
 """Files whose tests share a cluster, by the fixture that starts it."""

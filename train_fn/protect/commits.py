@@ -153,7 +153,7 @@ class Commits:
     def _report(self, values: Values) -> None:
         reported = dict(values)
         if self._data_wait is not None:  # of the step before: rank 0 has not read of this one
-            reported[DATA_WAIT] = self._data_wait
+            reported.setdefault(DATA_WAIT, self._data_wait)
         self._step_s = self._session.reporter.step_done(reported, self._num_samples)
 
     def close(self) -> None:

@@ -86,9 +86,10 @@ def _built(
             "return a ray.train.DataConfig, or the data sets alone"
         )
     # Ray Data's processes do not have the archive: what they call travels as it is.
-    for module in [*sys.modules.values()]:
+    for name, module in [*sys.modules.items()]:
         path = getattr(module, "__file__", None)
-        if path is not None and directory in Path(path).parents:
+        is_own = isinstance(path, str) and directory in Path(path).parents
+        if is_own and module.__name__ == name:
             ray.cloudpickle.register_pickle_by_value(module)
     return dict(found), config
 

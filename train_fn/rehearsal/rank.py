@@ -255,6 +255,11 @@ def _call_function(ctx: WorkerContext) -> None:
 
     code = ctx.spec.code
     assert code is not None and code.train_fn is not None
+    if code.datasets is not None:
+        raise BadTask(
+            f"code.datasets ({code.datasets}) needs a Ray cluster, and a rehearsal has none. "
+            "Submit the run with recovery.rehearse off"
+        )
     set_train_fn_utils(
         LocalTrainFnUtils(
             experiment_name=ctx.run_dir.run_id,

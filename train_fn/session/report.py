@@ -90,7 +90,7 @@ class Reporter:
         if num_tokens is not None:
             values["tokens_per_s"] = num_tokens / step_s
         if waited_s is not None:
-            values[DATA_WAIT] = min(1.0, waited_s / step_s)
+            values.setdefault(DATA_WAIT, min(1.0, waited_s / step_s))
         point = {"step": self._state.step, "at": at, "values": values}
         if proof is not None:
             point["proof"] = proof

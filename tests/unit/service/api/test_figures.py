@@ -11,6 +11,8 @@ from service.db.run_queries import TimeBook
 from service.projections.goodput import TimeLedger, to_us
 from storage.logs.journal import JournalEvent
 from tests.support.api_service import ApiService, Journal
+from tests.support.page_text import text_of
+from tests.support.web_browser import Browser
 from tests.unit.service.db.test_goodput import BEGIN, any_event
 
 
@@ -91,6 +93,9 @@ async def test_a_training_run_shows_its_speed_as_far_as_it_is_known(api: ApiServ
     assert values["everstep_run_samples_per_second" + of_run] == 310
     assert values["everstep_run_data_wait_ratio" + of_run] == 0.03
     assert not [name for name in values if "mfu" in name or "tokens" in name]
+    browser = await Browser.logged_in(api, api.token("admin"))
+    shown = text_of(await browser.page(f"/runs/{run_id}"))
+    assert "Speed 310 samples/s, 3 % of a step waiting for data" in shown
 
 
 async def test_the_oldest_queued_run_and_the_time_by_bucket(api: ApiService) -> None:

@@ -491,13 +491,10 @@ def test_a_loop_says_how_long_it_waited_for_its_loader(
             time.sleep(0.01)
             return super().__getitem__(index)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    dataset = Slow(torch.randn(24, 4))
-    loaded = (
-        es.loader(DataLoader(dataset, batch_size=8))
-        if is_followed
-        else es.loader(dataset, global_batch_size=8)
-    )
+    optimizer, dataset = torch.optim.SGD(model.parameters(), lr=0.1), Slow(torch.randn(24, 4))
+    loaded = es.loader(dataset, global_batch_size=8)
+    if is_followed:
+        loaded = es.loader(DataLoader(dataset, batch_size=8))
     with protect(optimizer=optimizer, extra={"data": loaded} if is_followed else {}) as state:
         for batch in loaded.batches(state, epochs=1):
             state.step(loss=train(model, optimizer, *batch))
