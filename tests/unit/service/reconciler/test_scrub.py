@@ -112,7 +112,8 @@ async def test_a_run_that_ended_is_scrubbed_too_and_its_history_stays_closed(
     )
     num_events = len(api.events.after(run_id, 0, 100))
     damage(api, run_id, bad.name)
-    CheckpointStore(RunDir(api.storage, run_id)).delete(gone.name)
+    run_dir = RunDir(api.storage, run_id)
+    run_dir.files.delete_dir(run_dir.checkpoints_path(gone.name))
     api.clock.now += DAY_S
     scrubbing = scrubber(api)
     for _ in range(2):
@@ -128,7 +129,8 @@ async def test_a_run_that_ended_is_scrubbed_too_and_its_history_stays_closed(
 async def test_what_retention_just_deleted_is_not_damage(api: ApiService) -> None:
     run_id, journal = await api.running()
     name = save(api, run_id, journal, 10).name
-    CheckpointStore(RunDir(api.storage, run_id)).delete(name)
+    run_dir = RunDir(api.storage, run_id)
+    run_dir.files.delete_dir(run_dir.checkpoints_path(name))
     api.clock.now += DAY_S
     await scrubber(api).work()
     assert api.events.checkpoint_checks(run_id) == {}
