@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_753,
     "service": 27_014,
     "train_fn": 49_048,
-    "tests": 91_140,
+    "tests": 91_131,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
