@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import io
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -311,7 +312,7 @@ def disk_figures(options: Options) -> dict[str, Any]:
         plain = timed(lambda: write_synced(path, lambda file: file.write(data)))
         path.unlink()
         written = timed(lambda step=step: commit(step))  # type: ignore[misc]
-        store.delete(store.list()[-1].name)
+        shutil.rmtree(store.path(store.list()[-1].name))
         if step > 1:
             plain_s.append(plain)
             writer_s.append(written)

@@ -20,10 +20,10 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 MAX_FILES = 422
 MAX_LINES = {
     "everstep": 15_509,
-    "storage": 5_760,
+    "storage": 5_753,
     "service": 27_014,
     "train_fn": 49_048,
-    "tests": 91_163,
+    "tests": 91_131,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from storage.checkpoints.manifest import MANIFEST, Manifest
+from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.reader import CheckpointReader, in_lineage, named
 from storage.checkpoints.retention import RestorePoints, Retention
 from storage.checkpoints.writer import CheckpointWriter, begin_checkpoint
@@ -128,13 +128,6 @@ class CheckpointStore(CheckpointReader):
                 "what is missing. To start from scratch, submit the spec as a new run"
             )
         return None, None, rejected
-
-    def delete(self, name: str) -> None:
-        """Delete a checkpoint, its manifest first: after a crash there is no checkpoint, rather
-        than half of one."""
-        directory = self.directory(name)
-        self._files.delete_file(f"{directory}/{MANIFEST}")
-        self._files.delete_dir(directory)
 
     def damage(self, name: str) -> str:
         """Flip one byte of a checkpoint's smallest file, like a failing disk; for drills. Return

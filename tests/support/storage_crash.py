@@ -79,7 +79,7 @@ def checkpoint(directory: Path, say: Callable[[str], None]) -> None:
     save(run_dir, 100, files={"model.pt": b"m" * 5000, "deep/er/state.pt": b"s" * 100})
     say("committed 100")
     say("deleting 50")
-    store.delete("step-000000050.s001.a001")
+    store.retain(1, None)
     unfinished = store.begin(150, 1, 1)
     with unfinished.write_file("model.pt") as file:
         file.write(b"half")

@@ -56,6 +56,12 @@ def test_a_blank_variable_counts_as_not_set() -> None:
     assert ServeOptions.read(blank) == ServeOptions.read({})
 
 
+def test_a_word_for_no_leaves_drills_off() -> None:
+    for word in ("", "0", "false", "No", "off"):
+        assert not ServeOptions.read({"EVERSTEP_DRILLS": word}).drills
+    assert ServeOptions.read({"EVERSTEP_DRILLS": "1"}).drills
+
+
 @pytest.mark.parametrize("name", FLAGS)
 def test_an_empty_flag_is_never_the_default(name: str) -> None:
     if is_switch(name):

@@ -149,7 +149,7 @@ async def test_an_archive_comes_in_parts(api: ApiService) -> None:
 async def test_an_archive_of_what_is_gone(api: ApiService) -> None:
     run_id, journal = await api.running()
     manifest = save(api, run_id, journal, 10)
-    CheckpointStore(RunDir(api.storage, run_id)).delete(manifest.name)
+    api.storage.files.delete_dir(f"runs/{run_id}/checkpoints/{manifest.name}")
     assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")) == (
         404,
         "not_found",

@@ -83,7 +83,7 @@ async def test_what_is_not_there_is_named_by_its_field(api: ApiService, tmp_path
     await api.http.post(f"/v1/runs/{run_id}/checkpoints/20/verify")
     assert "is corrupt" in (await faults(api, fork(run_id, 20)))["resume_from.step"]
     # and the journal has not told yet
-    CheckpointStore(RunDir(api.storage, run_id)).delete("step-000000025.s001.a001")
+    api.storage.files.delete_dir(f"runs/{run_id}/checkpoints/step-000000025.s001.a001")
     assert "just deleted" in (await faults(api, fork(run_id, 25)))["resume_from.step"]
 
 

@@ -112,7 +112,7 @@ async def test_a_run_that_ended_is_scrubbed_too_and_its_history_stays_closed(
     )
     num_events = len(api.events.after(run_id, 0, 100))
     damage(api, run_id, bad.name)
-    CheckpointStore(RunDir(api.storage, run_id)).delete(gone.name)
+    api.storage.files.delete_dir(f"runs/{run_id}/checkpoints/{gone.name}")
     api.clock.now += DAY_S
     scrubbing = scrubber(api)
     for _ in range(2):
@@ -128,7 +128,7 @@ async def test_a_run_that_ended_is_scrubbed_too_and_its_history_stays_closed(
 async def test_what_retention_just_deleted_is_not_damage(api: ApiService) -> None:
     run_id, journal = await api.running()
     name = save(api, run_id, journal, 10).name
-    CheckpointStore(RunDir(api.storage, run_id)).delete(name)
+    api.storage.files.delete_dir(f"runs/{run_id}/checkpoints/{name}")
     api.clock.now += DAY_S
     await scrubber(api).work()
     assert api.events.checkpoint_checks(run_id) == {}

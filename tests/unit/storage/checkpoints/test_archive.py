@@ -140,7 +140,7 @@ def test_a_deleted_checkpoint_is_missing_not_corrupt(local_dir: RunDir) -> None:
     manifest = save(local_dir, 50)
     archive = store.archive(manifest.name).stream()
     next(archive)
-    store.delete(manifest.name)
+    local_dir.files.delete_dir(store.directory(manifest.name))
     with pytest.raises(StorageNotFound):
         list(archive)
 

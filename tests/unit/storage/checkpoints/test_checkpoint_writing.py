@@ -198,7 +198,7 @@ def test_deleting_takes_the_manifest_first(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(run_dir)
-    name = save(run_dir, 50).name
+    name, newer = save(run_dir, 50).name, save(run_dir, 100).name
     with monkeypatch.context() as patch:
         patch.setattr(
             type(run_dir.files),
@@ -206,10 +206,9 @@ def test_deleting_takes_the_manifest_first(
             lambda self, relpath: (_ for _ in ()).throw(StorageUnavailable("gone")),
         )
         with pytest.raises(StorageUnavailable):
-            store.delete(name)
-    assert store.list() == []
-    store.delete(name)
-    store.delete(name)
+            store.retain(1, None)
+    assert [each.name for each in store.list()] == [newer]
+    store.retain(1, None)
     assert [
         entry for entry in run_dir.files.list(f"runs/run_a/checkpoints/{name}") if not entry.is_dir
     ] == []

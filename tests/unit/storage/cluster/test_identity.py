@@ -23,7 +23,6 @@ from service.db.node_marks import StorageRecords
 from service.db.runs import RunStore
 from service.model.states import SUBMITTED
 from service.storage_identity import StorageGate, adopt_storage, begin_with, storage_status
-from storage.checkpoints.store import CheckpointStore
 from storage.cluster import (
     EXIT_STORAGE,
     IDENTITY_FILE,
@@ -118,7 +117,7 @@ def test_a_lost_checkpoint_that_the_journal_names_is_left_to_the_restore(run_dir
     lost = save(run_dir, 500, 2)
     save(run_dir, 400, 2)
     journalled(run_dir, 2, EventKind.CHECKPOINT_COMMITTED, name=lost.name, step=500)
-    CheckpointStore(run_dir).delete(lost.name)
+    run_dir.files.delete_dir(run_dir.checkpoints_path(lost.name))
     check_known(run_dir, Known(journal=2, checkpoint=lost.name))
 
 
