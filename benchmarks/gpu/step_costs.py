@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu.workloads import GPU_WORKLOADS, SMALL_WORKLOADS, Workload, write_text
 from benchmarks.report import summary, write
@@ -31,7 +33,7 @@ from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.recovery.settings import take_environment
-from train_fn.session.speed import Speed, counted_flops, declared, peak_flops_per_s
+from train_fn.session.speed import Speed, declared, peak_flops_per_s
 from train_fn.standalone.command import run_local
 from train_fn.state.optim import build_optimizer
 from train_fn.step.precision import autocast
@@ -169,6 +171,40 @@ def _speed(spec: RunSpec, device: torch.device) -> Speed:
         declared(task, "tokens_per_sample"),
         peak_flops_per_s(device, spec.train.precision),
     )
+
+
+def counted_flops(task: Any, model: torch.nn.Module, batch: Any, num_samples: int) -> float | None:
+    """Return the FLOPs that a sample takes forward and backward, from shapes alone; None if they
+    cannot be counted, or there are none."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def stand_in(*inputs: Any, **named: Any) -> Any:
+        return functional_call(model, shaped, inputs, named)
+
+    try:
+        shaped = {name: _shape_of(value) for name, value in held.items()}
+        trained = [each for each in shaped.values() if each.requires_grad]
+        with FlopCounterMode(display=False) as counter, torch.enable_grad():
+            loss_sum, _ = task.loss(stand_in, _shapes_in(batch))
+            torch.autograd.grad(loss_sum, trained, allow_unused=True)
+    except Exception:  # a figure less, and nothing else
+        return None
+    return counter.get_total_flops() / num_samples or None
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same kind that has no values."""
+    return torch.empty(
+        tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+    )
+
+
+def _shapes_in(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return _shape_of(batch)
+    if isinstance(batch, dict):
+        return {name: _shapes_in(value) for name, value in batch.items()}
+    return type(batch)(map(_shapes_in, batch)) if type(batch) in (list, tuple) else batch
 
 
 def step_costs(spec: RunSpec, steps: int, device: torch.device) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     step_s = session.reporter.step_done(
         values, facts.num_samples, state.chain.newest, waited_s, num_tokens
     )
-    if training.stragglers is not None:
+    if training.stragglers is not None and replica.sampler.is_full(state.step - 1):
         training.stragglers.note(state.step - 1, totals.own_s, step_s)
     if facts.checkpoint_step > progress.reported_checkpoint:
         report_checkpoint(training, facts.checkpoint_step)

@@ -23,7 +23,7 @@ from train_fn.loop.replica import Replica, empty_like, wrap
 from train_fn.loop.sharded import GatheredWeights, passes_named, require_forgotten
 from train_fn.node.device import kernels
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
-from train_fn.session.speed import FlopCount, counted_flops
+from train_fn.session.speed import FlopCount
 from train_fn.state.contents import Sketch, sketch
 from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import NOT_COMPARED, numerics_of
@@ -73,11 +73,10 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
         replica.nothing = empty_like(batch) if replica.exchanges_in_forward else None
     loaded = sketch(batch)
     replica.state.task = replica.task_state.capture()
-    # Samples of several lengths do not take the same.
-    is_one_size = batch is not None and replica.sampler.tokens_in(0, 0) is None
+    # Samples of several lengths do not take the same, and a task's own collate may pad them.
+    is_one_size = replica.sampler.tokens_in(0, 0) is None and not hasattr(replica.task, "collate")
+    is_one_size = is_one_size and batch is not None
     flops = replica.ctx.remembered.get("flops")  # to count takes longer than the pass
-    if flops is None and is_one_size and replica.shards is None:
-        flops = counted_flops(replica.task, replica.state.model, batch, len(first))
     if begins:
         try_pieces(replica, batch, len(first))
     count = FlopCount() if flops is None and is_one_size else None

@@ -102,6 +102,10 @@ class Sampler:
         ``k``."""
         return share_of(self.num_micro(k), rank, world_size)
 
+    def is_full(self, step: int) -> bool:
+        """Return whether the ranks have as many micro-batches in a step as in any."""
+        return self.num_micro(step % self.steps_per_epoch) == self.num_micro(self.fullest)
+
     def global_batch(self, epoch: int, k: int) -> IndexArray:
         """Return the sample indices of the epoch's global batch ``k``, in canonical order."""
         start = k * self.global_batch_size

@@ -175,7 +175,12 @@ def lengths_of(dataset: Any, name: str, most: int | None = None) -> IndexArray:
             f"train.batch_by is tokens, and {name} ({type(dataset).__name__}) has no lengths. Give "
             "it an attribute lengths, a whole number for each sample, or leave batch_by out"
         )
-    found = np.asarray(said)
+    try:
+        found = np.asarray(said)
+    except ValueError:  # lists of several lengths
+        found = np.zeros(0)
+    if not len(dataset):
+        raise BadTask(f"{name} is empty; give it samples, or leave it out")
     if found.dtype.kind not in "iu" or found.shape != (len(dataset),):
         raise BadTask(
             f"lengths of {name} is an array of {found.dtype} of shape {found.shape}; it must hold "

@@ -2,8 +2,7 @@
 share of what its devices can do (MFU).
 
 A task says what a sample takes, or torch counts it in a pass that is made anyway: the attempt's
-first one, whose results are dropped. With ``count_flops`` the ``loss`` is called once more, on the
-meta device, which computes nothing. Everstep's own tasks do that: it also counts what is compiled.
+first one, whose results are dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from train_fn.context import WorkerContext
@@ -112,31 +110,6 @@ def declared(task: Task, name: str) -> float | None:
     return float(value)
 
 
-def counted_flops(task: Task, model: nn.Module, batch: Any, num_samples: int) -> float | None:
-    """Return the FLOPs that a sample takes forward and backward, from shapes alone. None if the
-    task does not set ``count_flops``, if they cannot be counted, or there are none."""
-    if getattr(task, "count_flops", False) is not True:
-        return None
-    from torch.func import functional_call  # both take long to import
-    from torch.utils.flop_counter import FlopCounterMode
-
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-    def stand_in(*inputs: Any, **named: Any) -> Any:
-        return functional_call(model, shaped, inputs, named)
-
-    try:
-        shaped = {name: _shape_of(value) for name, value in held.items()}
-        trained = [each for each in shaped.values() if each.requires_grad]
-        with FlopCounterMode(display=False) as counter, torch.enable_grad():
-            loss_sum, _ = task.loss(stand_in, _shapes_in(batch))  # type: ignore[arg-type]
-            torch.autograd.grad(loss_sum, trained, allow_unused=True)
-    except Exception as exc:  # a figure less, and nothing else
-        logger.debug("the FLOPs of a sample cannot be counted: %s", exc)
-        return None
-    return counter.get_total_flops() / num_samples or None
-
-
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the FLOPs of a pass that is made inside of it, as torch's FlopCounterMode does. The
     pass computes the same bits, compiled functions included."""
@@ -177,21 +150,6 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dynamo = sys.modules.get("torch._dynamo.utils")
         has_compiled = dynamo is not None and bool(dynamo.counters["frames"])
         return self._total / num_samples or None if self._is_known and not has_compiled else None
-
-
-def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same kind that has no values."""
-    return torch.empty(
-        tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
-    )
-
-
-def _shapes_in(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return _shape_of(batch)
-    if isinstance(batch, dict):
-        return {name: _shapes_in(value) for name, value in batch.items()}
-    return type(batch)(map(_shapes_in, batch)) if type(batch) in (list, tuple) else batch
 
 
 def peak_flops_per_s(device: torch.device, precision: str) -> float | None:

@@ -30,8 +30,6 @@ class ImageClassification:
     """Reports ``loss`` (without label smoothing), ``accuracy`` and, of more than ten classes,
     ``top5_accuracy`` of validation."""
 
-    count_flops = True
-
     def __init__(self, spec: ImageClassificationSpec) -> None:
         self.spec = spec
         self.data = build_image_data(spec.data)
@@ -106,8 +104,6 @@ class ImageClassification:
 class LanguageModeling:
     """Batches are int64 [n, context_length + 1]. Losses are sums over tokens, in nats;
     exp(``loss``) is the perplexity."""
-
-    count_flops = True
 
     def __init__(self, spec: LanguageModelingSpec) -> None:
         self.spec = spec

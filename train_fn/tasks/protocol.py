@@ -22,7 +22,7 @@ class Task(Protocol):
     out. Optional methods: ``metrics``, ``build_metrics``, ``training_step``, ``build_optimizer``,
     ``build_scheduler``, ``shard_modules``, ``after_step``, ``collate``, ``on_epoch_end``,
     ``state_dict`` and ``load_state_dict``. Optional attributes: ``validation_loss``,
-    ``count_flops``, ``flops_per_sample``, ``peak_flops_per_s`` and ``tokens_per_sample``."""
+    ``flops_per_sample``, ``peak_flops_per_s`` and ``tokens_per_sample``."""
 
     def build_model(self) -> nn.Module:
         """The model on CPU; its weights may be drawn from torch's global generator, which is

@@ -105,6 +105,8 @@ def test_a_batch_is_nearly_full_and_another_one_in_every_epoch() -> None:
     [
         (Texts([5, 700, 900]), r"sample 2 of train has 900 tokens, .* at most 512: 2 of 3 samples"),
         (Texts([5, 0, 7]), r"says 0 for sample 1; a length is at least 1"),
+        (Texts([]), r"is empty; give it samples"),
+        (Texts([[1], [2, 3]]), r"must hold a whole number for each"),
         (Texts(np.array([5, 2**64 - 1], dtype=np.uint64)), r"says -1 for sample 1; a length"),
         (Texts([5, 7], 3), r"of shape \(2,\); it must hold a whole number for each of its 3"),
         (Texts([5.0, 7.0]), r"an array of float64"),
