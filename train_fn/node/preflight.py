@@ -33,7 +33,6 @@ class NodeFigures:
     """The measurements of one rank's node. Times are in seconds, the best of several."""
 
     rank: int
-    host: str
     seconds: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     kernels: str = ""
@@ -93,7 +92,7 @@ def check_own(rank: int, use_gpu: bool) -> NodeFigures:
 
 def check_node(rank: int, device: torch.device, directory: Path) -> NodeFigures:
     """Measure arithmetic, memory and disk. No call waits for another node."""
-    figures = NodeFigures(rank, os.uname().nodename)
+    figures = NodeFigures(rank)
     try:
         figures.kernels = kernels(device)
         product = Product(device)
@@ -103,13 +102,7 @@ def check_node(rank: int, device: torch.device, directory: Path) -> NodeFigures:
     _enter(figures, "matmul", product.compute)
     figures.product = product.digest
     block = torch.zeros(MEMORY_BYTES // 8, dtype=torch.int64)
-    _enter(
-        figures,
-        "memory",
-        lambda: _check(
-            int(block.fill_(3).sum()) == 3 * block.numel(), "memory gives back other bytes"
-        ),
-    )
+    _enter(figures, "memory", lambda: _require_kept(block))
     _enter(figures, "disk", lambda: _write_through(directory))
     return figures
 
@@ -121,9 +114,9 @@ def _enter(figures: NodeFigures, name: str, action: Callable[[], None]) -> None:
         figures.problems.append(f"{name}: {exc}")
 
 
-def _check(right: bool, problem: str) -> None:
-    if not right:
-        raise ValueError(problem)
+def _require_kept(block: torch.Tensor) -> None:
+    if int(block.fill_(3).sum()) != 3 * block.numel():
+        raise ValueError("memory gives back other bytes")
 
 
 def _write_through(directory: Path) -> None:

@@ -52,7 +52,7 @@ def test_who_differs_from_most_is_named_and_other_kernels_are_not_compared(
     problems, undecided = compare_products({0: ("A", "aa"), 1: ("A", "cc")})
     assert problems == {} and "no majority shows which" in undecided[0]
 
-    found = [NodeFigures(rank, f"host{rank}", kernels="A", product="aa") for rank in range(3)]
+    found = [NodeFigures(rank, kernels="A", product="aa") for rank in range(3)]
     found[1].product = "cc"
     assert list(unfit(found)) == [1] == list(wrong(found))
     found[2].product, found[2].problems = None, ["matmul: broken"]

@@ -27,7 +27,7 @@ def test_a_sound_node_is_fit_and_what_fails_is_told(tmp_path: Path) -> None:
 
 
 def node(rank: int, **seconds: float) -> NodeFigures:
-    return NodeFigures(rank, f"host{rank}", seconds)
+    return NodeFigures(rank, seconds)
 
 
 def test_who_is_far_slower_is_named() -> None:
@@ -48,11 +48,11 @@ def test_a_host_measures_its_node_once_in_another_process(
 
     def measure(name: str, number: int, *_: object) -> NodeFigures:
         measured.append((name, number))
-        return NodeFigures(number, "host")
+        return NodeFigures(number)
 
     monkeypatch.setattr(ray, "get_gpu_ids", list)
     process = SimpleNamespace(_figures=None, _call_elsewhere=measure)
     figures = EverstepTrainWorker.check_node(process, 0)
     figures.seconds["link"] = 1.0  # as who compares nodes adds it
-    assert EverstepTrainWorker.check_node(process, 2) == NodeFigures(2, "host")
+    assert EverstepTrainWorker.check_node(process, 2) == NodeFigures(2)
     assert measured == [("train_fn.node.preflight:check_own", 0)]
