@@ -122,7 +122,7 @@ def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
     end."""
     checkpoint = spec.checkpoint
     if (
-        checkpoint.best_metric is not None
+        checkpoint.named_metric is not None
         and (raw.get("checkpoint") or {}).get("best_mode") is None
     ):
         size = "smallest" if checkpoint.best_mode == "min" else "largest"

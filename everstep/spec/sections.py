@@ -310,7 +310,8 @@ class CheckpointSpec(Frozen):
     """Newest checkpoints to keep. The best one is kept in addition."""
     best_metric: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Validation metric that selects the best checkpoint, for example ``accuracy``. Null takes the
-    validation loss of a task that has one; of another loop only the latest are kept."""
+    validation loss of a task that has one; of another loop only the latest are kept, as with
+    ``none``."""
     best_mode: Literal["min", "max"] = Field(
         default=None, validate_default=True, json_schema_extra=_default_is_inferred
     )
@@ -340,9 +341,14 @@ class CheckpointSpec(Frozen):
     def best_by(self, *, is_own_loop: bool) -> tuple[str, Literal["min", "max"]] | None:
         """Return the metric that selects the best checkpoint, and which of its values is best: of a
         task that names none the validation loss, where it is measured. None without a metric."""
-        if self.best_metric is not None:
-            return self.best_metric, self.best_mode
-        return None if is_own_loop else ("val_loss", "min")
+        if self.named_metric is not None:
+            return self.named_metric, self.best_mode
+        return None if is_own_loop or self.best_metric is not None else ("val_loss", "min")
+
+    @property
+    def named_metric(self) -> str | None:
+        """Return ``best_metric``; None also for ``none``."""
+        return None if self.best_metric == "none" else self.best_metric
 
 
 class RecoverySpec(Frozen):

@@ -101,7 +101,7 @@ def require_elastic(task: Task, *, exchanges: bool, has_sparse: bool) -> None:
 def require_best_metric(task: Task, held_out: Any, checkpoint: CheckpointSpec) -> None:
     """Raise BadTask if the metric that decides which checkpoint is best cannot be measured on the
     data that are held out."""
-    if checkpoint.best_metric is None:
+    if checkpoint.named_metric is None:
         return
     logger.info(
         "the best checkpoint is the one with the %simum of %s",
@@ -113,7 +113,7 @@ def require_best_metric(task: Task, held_out: Any, checkpoint: CheckpointSpec) -
             "checkpoint.best_metric is set, but the task holds nothing out to evaluate on; set it "
             "to null"
         )
-    require_measured(task, checkpoint.best_metric)
+    require_measured(task, checkpoint.named_metric)
 
 
 def warnings_of(model: nn.Module, in_eval: list[str]) -> Iterator[str]:

@@ -128,7 +128,7 @@ def _checkpoint_config(job: RankJob) -> ray.train.CheckpointConfig:
     wanted = job.spec.checkpoint
     return ray.train.CheckpointConfig(
         num_to_keep=wanted.keep_latest,
-        checkpoint_score_attribute=wanted.best_metric,
+        checkpoint_score_attribute=wanted.named_metric,
         checkpoint_score_order=wanted.best_mode,
     )
 

@@ -170,17 +170,18 @@ def test_the_periodic_save_behind_the_best_is_not_the_best(
     assert kept(run_dir) == {9: {"val_score": 0.9}, 36: {}} and best_step(run_dir) == 9
 
 
+@pytest.mark.parametrize(("name", "kept_steps"), [(None, [18, 36]), ("none", [36])])
 def test_without_a_name_the_best_is_the_one_with_the_smallest_validation_loss(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, name: str | None, kept_steps: list[int]
 ) -> None:
-    unnamed = SPEC.checkpoint.model_copy(update={"best_metric": None})
+    unnamed = SPEC.checkpoint.model_copy(update={"best_metric": name})
     spec = SPEC.model_copy(update={"checkpoint": unnamed})
     losses = {9: 0.5, 18: 0.2, 27: 0.4, 36: 0.3}
     monkeypatch.setattr(
         boundary, "evaluate", lambda _, replica: {"val_loss": losses[replica.state.step]}
     )
     assert train(one_rank(spec, run_dir, attempt=1)) is None
-    assert [manifest.step for manifest in CheckpointStore(run_dir).list()] == [18, 36]
+    assert [manifest.step for manifest in CheckpointStore(run_dir).list()] == kept_steps
 
 
 def test_the_best_found_at_an_attempt_s_beginning_is_saved(
