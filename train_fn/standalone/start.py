@@ -40,22 +40,23 @@ class Program:
     arguments: tuple[str, ...]
 
     def run_name(self, storage: str) -> str:
-        """Return the name of its run: the script's path below the working directory, without its
-        end. The name ends with a digest if there are arguments, or if the path alone does not tell
-        it from other scripts that keep their runs in ``storage``."""
+        """Return the name of its run: the script's path below the working directory, as a module's.
+        It ends with a digest if there are arguments, or if another script might have that name
+        among the runs in ``storage``."""
         here = Path.cwd()
         is_below = self.script.is_relative_to(here)
-        path = (self.script.relative_to(here) if is_below else Path(self.script.name)).with_suffix(
-            ""
+        path = self.script.relative_to(here) if is_below else Path(self.script.name)
+        parts = path.with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__main__" and len(parts) > 1 else parts
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", ".".join(parts)).lstrip("._-") or "loop"
+        is_clear = is_below and parts == tuple(name.split(".")) and len(name) <= _LONGEST_NAME
+        is_shared = "://" in storage or not Path(storage).expanduser().resolve().is_relative_to(
+            here
         )
-        parts = path.parts[:-1] if path.name == "__main__" and len(path.parts) > 1 else path.parts
-        whole = re.sub(r"[^A-Za-z0-9._-]", "-", "-".join(parts)).lstrip("._-") or "loop"
-        name = whole[-_LONGEST_NAME:].lstrip("._-")
-        is_shared = storage.startswith(("/", "~")) or "://" in storage
-        if is_below and not is_shared and not self.arguments and name == whole:
+        if is_clear and not is_shared and not self.arguments:
             return name
-        told = (str(self.script if is_shared or not is_below else path), *self.arguments)
-        return f"{name}-{_digest(told)[:6]}"
+        told = (str(path if is_below and not is_shared else self.script), *self.arguments)
+        return f"{name[-_LONGEST_NAME:].lstrip('._-')}-{_digest(told)[:6]}"
 
     def facts(self, run_dir: RunDir) -> dict[str, Any]:
         """Return what tells whether the program has changed since a run began: the script's place,
@@ -87,7 +88,9 @@ def present_program() -> Program | None:
     file = vars(sys.modules["__main__"]).get("__file__")
     if file is None:
         return None
-    script = Path(file)
+    given = Path(sys.argv[0])
+    # a profiler and the like run a script in their own place
+    script = given if _is_installed(Path(file)) and given.is_file() else Path(file)
     return Program(script.parent.resolve() / script.name, tuple(sys.argv[1:]))
 
 
@@ -108,15 +111,17 @@ def changes(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _modules() -> Iterator[Path]:
     """Yield the files of imported modules that belong to no installed package."""
-    standard = sysconfig.get_path("stdlib")
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
-        if not isinstance(file, str) or name.partition(".")[0] in OWN_PACKAGES:
-            continue
-        path = Path(file).absolute()
-        is_installed = path.is_relative_to(standard) or any(p in _PACKAGES for p in path.parts)
-        if path.suffix == ".py" and not is_installed:
-            yield path
+        if isinstance(file, str) and name.partition(".")[0] not in OWN_PACKAGES:
+            path = Path(file).absolute()
+            if path.suffix == ".py" and not _is_installed(path):
+                yield path
+
+
+def _is_installed(path: Path) -> bool:
+    standard = sysconfig.get_path("stdlib")
+    return path.is_relative_to(standard) or any(part in _PACKAGES for part in path.parts)
 
 
 def _digest(words: tuple[str, ...]) -> str:

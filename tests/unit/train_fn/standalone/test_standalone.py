@@ -335,13 +335,15 @@ def test_a_program_has_a_run_of_its_own_for_each_place_and_arguments(
 
     assert [name(path) for path in ("train.py", "a/train.py", "pkg/__main__.py")] == [
         "train",
-        "a-train",
+        "a.train",
         "pkg",
     ]
     others = [name("train.py", "--lr", "1"), name("train.py", "--lr", "2")]
     others += [name(str(tmp_path.parent / "train.py"))]
+    others += [name("a.train.py"), name("a b.py"), name("a-b.py")]
     others += [name(path, storage="/shared") for path in ("train.py", "a/train.py")]
-    assert len({"train", *others}) == 6, "the same name would mix two trainings"
+    assert name("train.py", storage="../shared") == others[-2]
+    assert len({"train", "a.train", *others}) == 10, "the same name would mix two trainings"
     assert name("train.py", "--lr", "1") == others[0]
 
 
