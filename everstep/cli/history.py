@@ -200,8 +200,8 @@ def _doing(out: Terminal, run: RunHandle) -> list[str]:
     try:
         cluster = out.client().cluster()
     except EverstepError:  # what the run waits for is said all the same
-        return [what]
-    return [what, event_words.room(cluster.nodes)] if cluster.available else [what]
+        return [what, *apart]
+    return [what, *([event_words.room(cluster.nodes)] if cluster.available else []), *apart]
 
 
 def _standing_still(run: RunHandle) -> StackReport | None:
