@@ -28,7 +28,7 @@ from train_fn.recovery.history import History, read_history
 
 _PACKAGES = ("site-packages", "dist-packages")
 _CONFIGS = (".cfg", ".ini", ".toml", ".yaml", ".yml")
-"""Ends of names of files that a program reads its settings from, if an argument names them."""
+"""Ends of names of files that a program reads its settings from."""
 _LONGEST_NAME = 100
 
 
@@ -46,10 +46,11 @@ class Program:
         here = Path.cwd()
         is_below = self.script.is_relative_to(here)
         path = self.script.relative_to(here) if is_below else Path(self.script.name)
-        parts = path.with_suffix("").parts
-        parts = parts[:-1] if parts[-1] == "__main__" and len(parts) > 1 else parts
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", ".".join(parts)).lstrip("._-") or "loop"
-        is_clear = is_below and parts == tuple(name.split(".")) and len(name) <= _LONGEST_NAME
+        module = ".".join(path.with_suffix("").parts)
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", module).lstrip("._-") or "loop"
+        # train.2 is the second training of train.py
+        is_clear = is_below and not path.stem.isdigit() and len(name) <= _LONGEST_NAME
+        is_clear &= path == Path(*name.split(".")).with_suffix(".py")
         is_shared = "://" in storage or not Path(storage).expanduser().resolve().is_relative_to(
             here
         )
@@ -66,21 +67,24 @@ class Program:
         if run_dir.local_path is not None:
             place = os.path.relpath(place, run_dir.local_path)
         return {
-            "script": place,
+            "script": _text(place),
             "arguments": _digest(self.arguments),
             "files": {
-                os.path.relpath(path, self.script.parent): digest
+                _text(os.path.relpath(path, self.script.parent)): digest
                 for path in sorted({self.script, *_modules(), *self._configs()})
                 if (digest := _digest_of(path)) is not None
             },
         }
 
     def _configs(self) -> Iterator[Path]:
-        """Yield the files with settings that arguments name."""
-        for argument in self.arguments:
-            path = Path(argument.rpartition("=")[2])
-            if path.suffix in _CONFIGS:
-                yield path.absolute()
+        """Yield the files with settings that arguments name, or that a program reads by a fixed
+        name: those beside the script, in the working directory, and in their ``conf`` folders."""
+        paths = [Path(argument.rpartition("=")[2]) for argument in self.arguments]
+        for folder in (self.script.parent, Path.cwd()):
+            for names in ("*", "conf/**/*", "config/**/*", "configs/**/*"):
+                paths += folder.glob(names)
+        found = (path.absolute() for path in paths if path.suffix in _CONFIGS)
+        yield from (path for path in found if path.is_file())
 
 
 def present_program() -> Program | None:
@@ -122,6 +126,11 @@ def _modules() -> Iterator[Path]:
 def _is_installed(path: Path) -> bool:
     standard = sysconfig.get_path("stdlib")
     return path.is_relative_to(standard) or any(part in _PACKAGES for part in path.parts)
+
+
+def _text(path: str) -> str:
+    """Return a path as text that can be stored: a name on disk need not be UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _digest(words: tuple[str, ...]) -> str:
