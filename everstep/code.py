@@ -246,7 +246,10 @@ def with_code(
         return raw, None
     data = pack(path)
     spec = copy.copy(raw) if raw else {}
-    code = dict(spec.get("code") or {})
+    code = spec.get("code") or {}
+    if not isinstance(code, Mapping):
+        raise UsageError(f"code: {code!r} is not a mapping; write for example {{script: train.py}}")
+    code = dict(code)
     code["archive"] = f"sha256:{hashlib.sha256(data).hexdigest()}"
     if entry:
         code = {key: value for key, value in code.items() if key not in given} | entry

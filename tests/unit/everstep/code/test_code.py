@@ -305,6 +305,8 @@ async def test_a_spec_of_ones_own_code_and_its_faults(api: ApiService, tmp_path:
     assert result.exit_code == 0, result.stderr
     spec = await api.get(f"/v1/runs/{result.stdout.split()[-1]}/spec")
     assert spec["code"]["config"] == {"epochs": 3}
+    other = tmp_path / "other.yaml"
+    other.write_text("name: mine\ncode: train.py\n")
     arguments = ("--set", "tags.a=b", "--", "--set", "x", "-v")
     result = await everstep("submit", "--code", root, "--script", "train.py", *arguments)
     assert result.exit_code == 0, result.stderr
@@ -318,6 +320,7 @@ async def test_a_spec_of_ones_own_code_and_its_faults(api: ApiService, tmp_path:
         (("--code", root, "--task", "a:B", "--", "--lr"), "add --script FILE.py"),
         (("--task", "a:B"), "add --code DIRECTORY"),
         ((), "give a SPEC.yaml"),
+        ((other, "--code", root), "code: 'train.py' is not a mapping; write for example"),
     ):
         result = await everstep("submit", *arguments)
         assert result.exit_code == 2 and words in result.stderr.replace("\n", " "), result.stderr
