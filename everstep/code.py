@@ -246,7 +246,10 @@ def with_code(
         return raw, None
     data = pack(path)
     spec = copy.copy(raw) if raw else {}
-    code = dict(spec.get("code") or {})
+    code = spec.get("code") or {}
+    if not isinstance(code, Mapping):
+        raise UsageError(f"code: {code!r} is not a mapping; write for example {{script: train.py}}")
+    code = dict(code)
     code["archive"] = f"sha256:{hashlib.sha256(data).hexdigest()}"
     if entry:
         code = {key: value for key, value in code.items() if key not in given} | entry
@@ -305,23 +308,16 @@ _NEVER = frozenset(
         ".ipynb_checkpoints",
     }
 )
-_SECRETS = frozenset(
-    [
-        ".aws",
-        ".env",
-        ".git-credentials",
-        ".netrc",
-        ".pypirc",
-        ".ssh",
-        "_netrc",
-        "id_ecdsa",
-        "id_ed25519",
-        "id_rsa",
-    ]
+_SECRETS = re.compile(
+    r"\.aws|\.ssh|\.git-credentials|[._]netrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519)"
+    r"|.*\.env|\.env\.(?!(example|sample|template)$).*"
+    r"|credentials.*\.json|.*\.(key|pem|p12|pfx)",
+    re.IGNORECASE,
 )
-"""Names of files and directories with passwords and keys; files of ``*.pem`` hold some, too."""
+"""Names of files and directories with passwords and keys."""
 _PACKAGE = "__init__.py"
 _SUFFIXES = (".zip", ".tar.gz", ".tgz")
+_GIT = shlex.split("git --no-optional-locks -c core.fsmonitor=false -c core.hooksPath=/dev/null")
 
 
 def pack(path: str | os.PathLike[str]) -> bytes:
@@ -371,7 +367,7 @@ def _walk(source: Path, directory: Path, ignored: _Ignored) -> Iterator[Path]:
         if path.name in _NEVER or path.suffix == ".pyc":
             continue
         is_ignored = ignored.says(path, is_dir=is_dir)
-        if is_ignored is None and (path.name in _SECRETS or path.suffix == ".pem"):
+        if is_ignored is None and _SECRETS.fullmatch(path.name):
             ignored.secrets.append(path)
             continue
         if is_ignored:
@@ -490,23 +486,36 @@ def _fullest(files: Mapping[str, Path]) -> str:
     return f"the folders with the most files are {named}"
 
 
-def git_state(path: str | os.PathLike[str]) -> str | None:
-    """Return commit, branch and whether something has changed since, of a directory's code; None
-    outside of a git repository."""
+def git_state(path: str | os.PathLike[str], archive: bytes) -> str | None:
+    """Return the commit and branch that code was packed from, and whether the archive has anything
+    that is not in the commit. Return None outside of a git repository, and for an archive that was
+    given as such: nothing says what it was made from."""
     source = Path(path).expanduser()
-    folder = source if source.is_dir() else source.parent
+    if source.is_file() and source.name.endswith(_SUFFIXES):
+        return None
+    folder = (source if source.is_dir() else source.parent).resolve()
+    # those of a hook name another repository
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.strip()
+    def git(*words: str | Path) -> bytes:
+        command = [*_GIT, "-C", str(folder), *words]
+        return subprocess.run(command, env=env, capture_output=True, timeout=5, check=True).stdout
 
     try:
-        commit, branch = git("rev-parse", "--short=12", "HEAD"), git("branch", "--show-current")
-        is_dirty = bool(git("status", "--porcelain", "--", "." if source.is_dir() else source.name))
+        status = git("status", "--porcelain=v2", "-b", "--ignore-submodules=none", source.resolve())
+        tracked = git("ls-files", "-z", "--recurse-submodules")
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{commit}{branch and f' on {branch}'}{', with changes' if is_dirty else ''}"[:256]
+    lines = status.decode(errors="replace").removesuffix("\n").split("\n")
+    about = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
+    commit, branch = about["branch.oid"], about["branch.head"]
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        packed = {folder / name for name in tar.getnames()}
+    packed |= {file.resolve() for file in packed}
+    in_git = {folder / os.fsdecode(name) for name in tracked.split(b"\0")}
+    changes = ", with changes" if len(lines) > len(about) or not packed <= in_git else ""
+    on = "" if branch == "(detached)" else f" on {branch}"
+    return None if commit == "(initial)" else f"{commit[:12]}{on}{changes}"[:256]
 
 
 def _archive(files: dict[str, Path]) -> bytes:

@@ -87,12 +87,18 @@ def problem_here(where: str, *names: str) -> str | None:
 
 def install_command(extra: str) -> str:
     """Return the command that installs Everstep again with an extra, from where it came: a clone, a
-    wheel, or an index."""
+    wheel, a repository, or an index."""
     # a clone has a second one, which setuptools leaves there
     found = importlib.metadata.distributions(name="everstep")
     sources = (each.read_text("direct_url.json") for each in found)
     origin = json.loads(next((each for each in sources if each), "{}"))
     url = urlsplit(str(origin.get("url", "")))
-    place = unquote(url.path) if url.scheme == "file" else "everstep"
+    what = f"everstep[{extra}]"
+    if url.scheme == "file" and "vcs_info" not in origin:
+        what = f"{unquote(url.path)}[{extra}]"
+    elif origin:  # what an index has under this name may be another's
+        place = re.sub(r"//(?!git@)[^/]*@", "//", url.geturl())
+        vcs = origin.get("vcs_info")
+        what += f" @ {vcs['vcs']}+{place}@{vcs['commit_id']}" if vcs else f" @ {place}"
     option = "-e " if origin.get("dir_info", {}).get("editable") else ""
-    return f"pip install {option}{shlex.quote(f'{place}[{extra}]')}"
+    return f"pip install {option}{shlex.quote(what)}"

@@ -32,7 +32,7 @@ from everstep.code import GIT_TAG, git_state, rehearse_command, with_code
 from everstep.errors import UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
-from everstep.spec.run_spec import RunSpec, spec_schema
+from everstep.spec.run_spec import MAX_TAGS, RunSpec, spec_schema
 from everstep.spec.yaml_file import read_spec
 from everstep.wire.drills import REHEARSAL_TAG
 
@@ -90,11 +90,12 @@ def submit(
     raw = apply_overrides(raw, overrides or [])
     parsed = parse_spec(raw)
     known = None if idempotency_key else _known_rehearsal(parsed)
-    if known is not None:
-        parsed = parsed.model_copy(update={"tags": {**parsed.tags, REHEARSAL_TAG: known}})
-    state = None if idempotency_key or code is None else git_state(code)
-    if state is not None:
-        parsed = parsed.model_copy(update={"tags": {GIT_TAG: state, **parsed.tags}})
+    state = git_state(code, archive) if code and archive and not idempotency_key else None
+    tags = dict(parsed.tags)
+    for tag, value in ((REHEARSAL_TAG, known), (GIT_TAG, tags.get(GIT_TAG, state))):
+        if value is not None and len({*tags, tag}) <= MAX_TAGS:
+            tags[tag] = value
+    parsed = parsed.model_copy(update={"tags": tags})
     client = terminal().client()
     if archive is not None:
         client.code.upload_packed(

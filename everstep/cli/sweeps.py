@@ -17,6 +17,7 @@ from everstep.cli import terminal as cli
 from everstep.code import GIT_TAG, git_state, with_code
 from everstep.errors import EverstepError, UsageError
 from everstep.spec.overrides import apply_overrides
+from everstep.spec.run_spec import MAX_TAGS
 from everstep.spec.yaml_file import read_spec
 from everstep.supported import install_command
 from everstep.wire.events import mode_of
@@ -70,8 +71,11 @@ def sweep(
     if spec is not None or code is not None or study is None:
         raw, archive = with_code(None if spec is None else read_spec(spec), code, task)
         raw = apply_overrides(raw, overrides or [])
-        if code is not None and (state := git_state(code)) is not None:
-            raw = {**raw, "tags": {GIT_TAG: state, **(raw.get("tags") or {})}}
+        tags = raw.get("tags") or {}
+        # each trial gets two more
+        if code and archive and isinstance(tags, dict) and len(tags) < MAX_TAGS - 2:
+            state = git_state(code, archive)
+            raw = raw if state is None else {**raw, "tags": {GIT_TAG: state, **tags}}
     name = study or str(raw.get("name") or "study").replace(" ", "-")
     file = Path(f"{name}.db") if "/" in name else Path("studies", f"{name}.db")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", file.stem):

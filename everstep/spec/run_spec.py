@@ -36,6 +36,7 @@ from everstep.spec.tasks import TaskSpec
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$"
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 PROJECT_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+MAX_TAGS = 64
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME_PATTERN)]
 EnvName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 WANDB_KEY = "WANDB_API_KEY"
@@ -74,7 +75,7 @@ class RunSpec(Frozen):
     """Higher runs start first."""
     tags: dict[
         Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=256)]
-    ] = Field(default_factory=dict, max_length=64)
+    ] = Field(default_factory=dict, max_length=MAX_TAGS)
     """Free labels to filter by."""
     code: CodeSpec | None = None
     """User code that replaces ``task``."""

@@ -46,10 +46,11 @@ class Program:
         here = Path.cwd()
         is_below = self.script.is_relative_to(here)
         path = self.script.relative_to(here) if is_below else Path(self.script.name)
-        parts = path.with_suffix("").parts
-        parts = parts[:-1] if parts[-1] == "__main__" and len(parts) > 1 else parts
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", ".".join(parts)).lstrip("._-") or "loop"
-        is_clear = is_below and parts == tuple(name.split(".")) and len(name) <= _LONGEST_NAME
+        module = ".".join(path.with_suffix("").parts)
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", module).lstrip("._-") or "loop"
+        # train.2 is the second training of train.py
+        is_clear = is_below and not path.stem.isdigit() and len(name) <= _LONGEST_NAME
+        is_clear &= path == Path(*name.split(".")).with_suffix(".py")
         is_shared = "://" in storage or not Path(storage).expanduser().resolve().is_relative_to(
             here
         )
@@ -66,17 +67,18 @@ class Program:
         if run_dir.local_path is not None:
             place = os.path.relpath(place, run_dir.local_path)
         return {
-            "script": place,
+            "script": _text(place),
             "arguments": _digest(self.arguments),
             "files": {
-                os.path.relpath(path, self.script.parent): digest
+                _text(os.path.relpath(path, self.script.parent)): digest
                 for path in sorted({self.script, *_modules(), *self._configs()})
                 if (digest := _digest_of(path)) is not None
             },
         }
 
     def _configs(self) -> Iterator[Path]:
-        """Yield the files with settings that arguments name."""
+        """Yield the files with settings that arguments name. Others may be the program's own
+        output."""
         for argument in self.arguments:
             path = Path(argument.rpartition("=")[2])
             if path.suffix in _CONFIGS:
@@ -122,6 +124,11 @@ def _modules() -> Iterator[Path]:
 def _is_installed(path: Path) -> bool:
     standard = sysconfig.get_path("stdlib")
     return path.is_relative_to(standard) or any(part in _PACKAGES for part in path.parts)
+
+
+def _text(path: str) -> str:
+    """Return a path as text that can be stored: a name on disk need not be UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _digest(words: tuple[str, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +32,37 @@ def test_pyproject_has_the_ranges_that_are_refused_outside() -> None:
 
 def test_a_missing_extra_is_installed_from_where_this_installation_came() -> None:
     assert install_command("server") == f"pip install -e '{ROOT}[server]'"
+
+
+@pytest.mark.parametrize(
+    ("origin", "what"),
+    [
+        ({}, "everstep[wandb]"),
+        ({"url": "file:///w/e.whl", "archive_info": {}}, "/w/e.whl[wandb]"),
+        (
+            {"url": "https://me:x@h.io/e.whl", "archive_info": {}},
+            "everstep[wandb] @ https://h.io/e.whl",
+        ),
+        (
+            {"url": "ssh://git@h.io/e", "vcs_info": {"vcs": "git", "commit_id": "c0"}},
+            "everstep[wandb] @ git+ssh://git@h.io/e@c0",
+        ),
+        (
+            {"url": "file:///e", "vcs_info": {"vcs": "git", "commit_id": "c0"}},
+            "everstep[wandb] @ git+file:///e@c0",
+        ),
+    ],
+)
+def test_only_what_came_from_an_index_is_installed_from_one(
+    origin: dict[str, object], what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "everstep-1.dist-info"
+    place.mkdir()
+    (place / "METADATA").write_text("Metadata-Version: 2.1\nName: everstep\nVersion: 1\n")
+    if origin:
+        (place / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert install_command("wandb") == f"pip install '{what}'"
 
 
 def test_the_pages_for_newcomers_name_these_pythons() -> None:

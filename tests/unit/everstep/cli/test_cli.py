@@ -169,6 +169,12 @@ async def test_events_and_why_say_where_ranks_build_for_themselves_and_why(
     words = f"each rank on node-2, node-3 builds for itself, in every attempt: {why}"
     for command in ("why", "events"):
         assert words in " ".join((await everstep(command, run_id)).output.split())
+    ended = journal.event(EventKind.ATTEMPT_ENDED, cause="worker_lost")
+    api.apply(run_id, [ended, journal.event(EventKind.WAITING, message="needs 9 CPUs")])
+    for available, room in ((True, "free now: 2 CPU"), (False, "needs 9 CPUs")):
+        api.cluster.available = available
+        said = " ".join((await everstep("why", run_id)).output.split())
+        assert room in said and words in said, "why a run waits does not hide why ranks build"
 
 
 async def test_logs_are_printed_without_control_characters(api: ApiService) -> None:

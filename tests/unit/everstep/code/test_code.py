@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -155,29 +156,84 @@ def test_what_is_too_much_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_secrets_stay_here_unless_they_are_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = ("task.py", "pkg/env.py", "ca.pem")
-    secret = (".aws/credentials", ".env", "pkg/.netrc", "pkg/host.pem", "pkg/id_rsa")
-    root = write(tmp_path, *kept, *secret, **{".everstepignore": "!ca.pem\n"})
+    kept = ("task.py", "pkg/env.py", "ca.pem", ".env.example", "id_rsa.pub", "keys.py")
+    secret = (".env", "pkg/.netrc", "pkg/host.pem", "pkg/id_rsa", ".ENV.local", "prod.env")
+    secret += ("tls.KEY", "id_dsa", "pkg/credentials-gcp.json", "store.p12", "a.pfx")
+    root = write(tmp_path, *kept, *secret, ".aws/config", **{".everstepignore": "!ca.pem\n"})
     assert packed(root) == sorted([".everstepignore", *kept])
-    for name in (".aws", ".env", "pkg/.netrc", "pkg/host.pem", "pkg/id_rsa", "!NAME"):
+    for name in (".aws", *secret, "!NAME"):
         assert name in caplog.text
-    (root / ".gitignore").write_text(".env\n")
+    (root / ".gitignore").write_text("tls.KEY\n")
     caplog.clear()
     pack(root)
-    assert ".env" not in caplog.text, "its owner leaves it out"
+    assert "tls.KEY" not in caplog.text, "its owner leaves it out"
 
 
-def test_code_says_which_commit_it_is_of(tmp_path: Path) -> None:
-    assert git_state(tmp_path) is None and git_state(tmp_path / "nowhere.zip") is None
-    root = write(tmp_path / "project", "task.py", "other/notes.txt")
+def git(root: Path, *commands: str) -> None:
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q", "-b", "tune"], ["add", "."], [*who, "commit", "-qm", "first"]):
-        subprocess.run(["git", *command], cwd=root, check=True)
-    clean = git_state(root)
+    for command in commands:
+        subprocess.run(["git", *who, *command.split()], cwd=root, check=True)
+
+
+def state_of(path: Path) -> str | None:
+    return git_state(path, pack(path))
+
+
+def test_code_says_which_commit_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(tmp_path / "project", "task.py", "other/notes.py")
+    assert state_of(root) is None
+    git(root, "init -q -b tune")
+    assert state_of(root) is None
+    git(root, "add .", "commit -qm first")
+    clean = state_of(root)
     assert clean is not None and re.fullmatch("[0-9a-f]{12} on tune", clean)
-    (root / "other" / "notes.txt").write_text("more")
-    assert git_state(root) == git_state(root / "other") == f"{clean}, with changes"
-    assert git_state(root / "task.py") == clean, "it has not changed"
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "of-another-repository"))
+    assert state_of(root) == clean
+    monkeypatch.delenv("GIT_DIR")
+    (root / "other" / "notes.py").write_text("more")
+    assert state_of(root) == state_of(root / "other") == f"{clean}, with changes"
+    assert state_of(root / "task.py") == clean, "it has not changed"
+    (root / "other" / "code.zip").write_bytes(zip_of({"task.py": TASK}))
+    assert state_of(root / "other" / "code.zip") is None, "nothing says what it was made from"
+    git(root, "commit -qam second", "checkout -q --detach")
+    (root / "other" / "code.zip").unlink()
+    assert re.fullmatch("[0-9a-f]{12}", state_of(root) or "")
+    with (root / ".git" / "HEAD").open("wb") as head:
+        head.write(b"ref: refs/heads/f\xe9\n")
+    (root / ".git" / "refs" / "heads" / "tune").rename(
+        os.fsdecode(bytes(root) + b"/.git/refs/heads/f\xe9")
+    )
+    assert (state_of(root) or "").endswith(" on f\N{REPLACEMENT CHARACTER}")
+
+
+def test_code_that_is_in_no_commit_has_changes(tmp_path: Path) -> None:
+    root = write(
+        tmp_path, "task.py", **{".gitignore": "scratch/\n", ".everstepignore": "!taken.py\n"}
+    )
+    git(root, "init -q -b tune", "add .", "commit -qm first", "config status.showUntrackedFiles no")
+    clean = state_of(root)
+    write(root, "scratch/train.py", "new.py")
+    assert state_of(root) == state_of(root / "scratch" / "train.py") == f"{clean}, with changes"
+    (root / "new.py").unlink()
+    assert state_of(root) == clean, "what git ignores is not packed"
+    (root / "link.py").symlink_to("scratch/train.py")
+    git(root, "add link.py", "commit -qm second")
+    for path in (root, root / "link.py"):
+        assert (state_of(path) or "").endswith(" on tune, with changes"), "of what it leads to"
+
+
+def test_git_runs_no_command_that_a_folder_names(tmp_path: Path) -> None:
+    root = write(tmp_path / "project", **{"task.py": TASK})
+    git(root, "init -q -b tune", "add .", "commit -qm first")
+    hook = tmp_path / "hooks" / "post-index-change"
+    write(tmp_path, **{"hooks/post-index-change": f"#!/bin/sh\ntouch {tmp_path}/ran\n"})
+    hook.chmod(0o755)
+    index = (root / ".git" / "index").read_bytes()
+    git(root, f"config core.hooksPath {hook.parent}", f"config core.fsmonitor {hook}")
+    os.utime(root / "task.py", (1, 1))  # git status would write its index anew
+    assert state_of(root) is not None
+    assert not (tmp_path / "ran").exists()
+    assert (root / ".git" / "index").read_bytes() == index
 
 
 def test_one_file_and_an_archive_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -235,6 +291,7 @@ async def test_uploaded_and_submitted_by_hand(api: ApiService, tmp_path: Path) -
         "args": {},
         "argv": [],
         "config": {},
+        "datasets": None,
     }
     assert spec["code"]["args"] == {"length": 9}
     assert CodeStore(api.storage).read(digest)
@@ -248,6 +305,8 @@ async def test_a_spec_of_ones_own_code_and_its_faults(api: ApiService, tmp_path:
     assert result.exit_code == 0, result.stderr
     spec = await api.get(f"/v1/runs/{result.stdout.split()[-1]}/spec")
     assert spec["code"]["config"] == {"epochs": 3}
+    other = tmp_path / "other.yaml"
+    other.write_text("name: mine\ncode: train.py\n")
     arguments = ("--set", "tags.a=b", "--", "--set", "x", "-v")
     result = await everstep("submit", "--code", root, "--script", "train.py", *arguments)
     assert result.exit_code == 0, result.stderr
@@ -261,6 +320,28 @@ async def test_a_spec_of_ones_own_code_and_its_faults(api: ApiService, tmp_path:
         (("--code", root, "--task", "a:B", "--", "--lr"), "add --script FILE.py"),
         (("--task", "a:B"), "add --code DIRECTORY"),
         ((), "give a SPEC.yaml"),
+        ((other, "--code", root), "code: 'train.py' is not a mapping; write for example"),
     ):
         result = await everstep("submit", *arguments)
         assert result.exit_code == 2 and words in result.stderr.replace("\n", " "), result.stderr
+
+
+async def test_the_tag_of_the_commit_takes_no_place_of_the_users(
+    api: ApiService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write(tmp_path / "project", **{"train.py": "def train_fn(config):\n    pass\n"})
+    git(root, "init -q -b tune", "add .", "commit -qm first")
+    spec = {"name": "mine", "code": {"train_fn": "train:train_fn"}}
+    for number, given in ((1, {}), (64, {f"t{number}": "x" for number in range(64)})):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(json.dumps(spec | {"tags": given}))
+        result = await everstep("submit", file, "--code", root)
+        assert result.exit_code == 0, result.stderr
+        tags = (await api.get(f"/v1/runs/{result.stdout.split()[-1]}/spec"))["tags"]
+        assert len(tags) == number and tags.pop("git", "with room alone") and tags == given
+    monkeypatch.chdir(tmp_path)
+    file.write_text(json.dumps(spec | {"tags": ["a"]}))
+    result = await everstep(
+        "sweep", file, "--code", root, "--metric", "a", "--grid", "code.config.lr=1,2"
+    )
+    assert result.exit_code == 2 and "tags: " in result.stderr, result.stderr

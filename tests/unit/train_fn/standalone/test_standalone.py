@@ -300,14 +300,15 @@ def begin(run_dir: RunDir, spec: RunSpec, launch: str, steps: int = 0, **how: An
 
 def test_a_program_that_has_changed_never_goes_on_without_a_word(tmp_path: Path) -> None:
     run_dir = RunDir(open_storage(str(tmp_path / "out")), "run")
-    script, config = tmp_path / "train.py", tmp_path / "rates.yaml"
+    script, config = tmp_path / "caf\udce9" / "train.py", tmp_path / "rates.yaml"
+    script.parent.mkdir()
     script.write_text("rate = 1")
     config.write_text("rate: 1")
     same = f"--config={config}"
     assert " begins in " in begin(run_dir, loop_of(script, same, run_dir), "a", 5)
     assert begin(run_dir, loop_of(script, same, run_dir), "b", 6) == "None"
     config.write_text("rate: 2")
-    assert "although rates.yaml changed" in begin(run_dir, loop_of(script, same, run_dir), "c", 7)
+    assert "rates.yaml changed" in begin(run_dir, loop_of(script, same, run_dir), "c", 7)
     script.write_text("rate = 2")
     said = begin(run_dir, loop_of(script, f"{same} --seed 3", run_dir), "d", 10)
     assert "train.py, the arguments changed since it began. To begin anew, delete" in said
@@ -336,14 +337,16 @@ def test_a_program_has_a_run_of_its_own_for_each_place_and_arguments(
     assert [name(path) for path in ("train.py", "a/train.py", "pkg/__main__.py")] == [
         "train",
         "a.train",
-        "pkg",
+        "pkg.__main__",
     ]
     others = [name("train.py", "--lr", "1"), name("train.py", "--lr", "2")]
     others += [name(str(tmp_path.parent / "train.py"))]
-    others += [name("a.train.py"), name("a b.py"), name("a-b.py")]
+    others += [name("a.train.py"), name("a b.py"), name("a-b.py"), name("train/2.py")]
+    others += [name("训练.py"), name("测试.py"), name("pkg.py"), name("train"), name("a/_b.py")]
     others += [name(path, storage="/shared") for path in ("train.py", "a/train.py")]
     assert name("train.py", storage="../shared") == others[-2]
-    assert len({"train", "a.train", *others}) == 10, "the same name would mix two trainings"
+    taken = {"train", "train.2", "a.train", "a.b", "loop", "pkg.__main__"}
+    assert len({*taken, *others}) == 20, "the same name would mix two trainings"
     assert name("train.py", "--lr", "1") == others[0]
 
 
