@@ -42,6 +42,7 @@ def client(service: ServiceProcess) -> Iterator[Client]:
 def begun(client: Client, name: str, workers: tuple[int, int]) -> RunHandle:
     spec: dict[str, Any] = digits(name, epochs=EPOCHS, workers=workers)
     spec["checkpoint"] = {"every_steps": 1_000_000}
+    spec["train"]["eval_every_epochs"] = EPOCHS  # the best state is saved, too
     run = client.runs.create(spec)
     wait_for_ranks(run, workers[1])
     return run

@@ -63,12 +63,12 @@ async def test_a_script_without_reports_has_none_instead_of_step_0(api: ApiServi
     for path in (f"/runs/{run_id}", "/runs", f"/compare?run={run_id}"):
         assert "none reported" in text_of(await browser.page(path)), path
     shown = text_of(await browser.page(f"/runs/{run_id}"))
-    assert "Steps none reported Epoch \N{EN DASH} Ranks 2" in shown
+    assert "Steps none reported Epochs done \N{EN DASH} Ranks 2" in shown
     run = Run.model_validate(await api.get(f"/v1/runs/{run_id}"))
     assert words.progress(run) == "none reported" and words.where(run) == "RUNNING"
     api.apply(run_id, [journal.steps(7)])
     shown = text_of(await browser.page(f"/runs/{run_id}"))
-    assert "Steps 7 Epoch 0 Ranks 2" in shown
+    assert "Steps 7 Epochs done 0 Ranks 2" in shown
     assert words.where(Run.model_validate(await api.get(f"/v1/runs/{run_id}"))) == (
         "RUNNING at step 7"
     )
