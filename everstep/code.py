@@ -305,21 +305,13 @@ _NEVER = frozenset(
         ".ipynb_checkpoints",
     }
 )
-_SECRETS = frozenset(
-    [
-        ".aws",
-        ".env",
-        ".git-credentials",
-        ".netrc",
-        ".pypirc",
-        ".ssh",
-        "_netrc",
-        "id_ecdsa",
-        "id_ed25519",
-        "id_rsa",
-    ]
+_SECRETS = re.compile(
+    r"\.aws|\.ssh|\.git-credentials|[._]netrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519)"
+    r"|.*\.env|\.env\.(?!(example|sample|template)$).*"
+    r"|credentials.*\.json|.*\.(key|pem|p12|pfx)",
+    re.IGNORECASE,
 )
-"""Names of files and directories with passwords and keys; files of ``*.pem`` hold some, too."""
+"""Names of files and directories with passwords and keys."""
 _PACKAGE = "__init__.py"
 _SUFFIXES = (".zip", ".tar.gz", ".tgz")
 
@@ -349,6 +341,12 @@ def pack(path: str | os.PathLike[str]) -> bytes:
     return data
 
 
+def is_secret(path: str) -> bool:
+    """Return whether the name of a file in an archive, or of a directory that it lies in, says that
+    it holds passwords or keys."""
+    return any(_SECRETS.fullmatch(name) for name in path.split("/"))
+
+
 def _files_of(source: Path) -> dict[str, Path]:
     """Return files by their path in the archive."""
     if not source.is_dir():
@@ -371,7 +369,7 @@ def _walk(source: Path, directory: Path, ignored: _Ignored) -> Iterator[Path]:
         if path.name in _NEVER or path.suffix == ".pyc":
             continue
         is_ignored = ignored.says(path, is_dir=is_dir)
-        if is_ignored is None and (path.name in _SECRETS or path.suffix == ".pem"):
+        if is_ignored is None and _SECRETS.fullmatch(path.name):
             ignored.secrets.append(path)
             continue
         if is_ignored:
