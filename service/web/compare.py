@@ -9,7 +9,7 @@ import io
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
@@ -21,6 +21,7 @@ from everstep.spec.yaml_text import to_yaml
 from everstep.text.words import differences, number
 from everstep.wire import Run
 from everstep.wire.events import PREFIX, mode_of, validation_name
+from service.api import streams
 from service.api.auth import visible_run
 from service.api.callers import Principal
 from service.api.context import ApiContext, Context
@@ -170,14 +171,13 @@ async def get_table(
         raise invalid_request("name", msg="is not the name of a metric")
     rows = [await visible_run(run_id, context, caller) for run_id in ids]
     headers = {"Content-Disposition": 'attachment; filename="curves.csv"'}
-    return StreamingResponse(
-        _lines(context, rows, names), media_type="text/csv; charset=utf-8", headers=headers
-    )
+    lines = _lines(context, rows, names)
+    return streams.response(context.followers, caller, lines, "text/csv; charset=utf-8", headers)
 
 
 async def _lines(
     context: ApiContext, runs: Sequence[RunRow], names: Sequence[str]
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[bytes]:
     yield _written([_HEAD])
     for run in runs:
         for name in names:
@@ -198,10 +198,10 @@ def _row(run: RunRow, point: MetricPoint) -> tuple[str, ...]:
     return run.id, run.name, name, str(point.step), at, value
 
 
-def _written(rows: Sequence[Sequence[str]]) -> str:
+def _written(rows: Sequence[Sequence[str]]) -> bytes:
     text = io.StringIO()
     csv.writer(text).writerows(rows)
-    return text.getvalue()
+    return text.getvalue().encode()
 
 
 # ---------------------------------------------------------------- parallel
