@@ -131,4 +131,4 @@ def _text(path: str, mine: _Code, theirs: _Code | None) -> str:
     here, there = (data.decode(errors="surrogateescape").split("\n") for data in datas)
     lines = "\n".join(unified_diff(there, here, "there", "here", lineterm=""))
     shown = lines.encode(errors="surrogateescape").decode(errors="backslashreplace")
-    return shown.replace("\r", "␍") or "equal, but executable in one of the two only"
+    return shown.replace("\r", "↵") or "equal, but executable in one of the two only"
