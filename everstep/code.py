@@ -345,6 +345,12 @@ def pack(path: str | os.PathLike[str]) -> bytes:
     return data
 
 
+def is_secret(path: str) -> bool:
+    """Return whether the name of a file in an archive, or of a directory that it lies in, says that
+    it holds passwords or keys."""
+    return any(_SECRETS.fullmatch(name) for name in path.split("/"))
+
+
 def _files_of(source: Path) -> dict[str, Path]:
     """Return files by their path in the archive."""
     if not source.is_dir():

@@ -143,13 +143,12 @@ class _Checked:
         declares."""
         if declared_bytes > self._bytes_left:
             raise InvalidArchive(_too_large(path))
-        content = stream.read(self._bytes_left + 1) if declared_bytes else b""
-        if len(content) > self._bytes_left:
-            raise InvalidArchive(_too_large(path))
+        content = stream.read(declared_bytes + 1) if declared_bytes else b""
         if len(content) != declared_bytes:
+            much = "more" if len(content) > declared_bytes else "less"
             raise InvalidArchive(
-                f"the archive is broken: {path!r} has {len(content)} bytes, but declares "
-                f"{declared_bytes}"
+                f"the archive is broken: {path!r} has {much} than the {declared_bytes} bytes that "
+                "it declares"
             )
         self._bytes_left -= len(content)
         return content

@@ -402,7 +402,8 @@ class Run(Answer):
     best: Best | None
     latest_checkpoint: LatestCheckpoint | None
     restarts: int
-    """Attempts after the first, without those by which a paused run was resumed."""
+    """Attempts after the first, without those by which a paused run was resumed. A preemption
+    counts as one."""
     steps_lost: int
     """Steps that had to be repeated, over all failures."""
     redone_s: float | None = None

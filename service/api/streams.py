@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -143,6 +143,7 @@ LastEventId = Annotated[
         description="`id` of the last event that a reconnecting client has received.",
     ),
 ]
+_UNBUFFERED: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 HEARTBEAT: Final = b": heartbeat\n\n"
 """A comment. It shows proxies and clients that the stream is alive, and detects clients that went
 away."""
@@ -171,14 +172,16 @@ def resume_after(last_event_id: str | None, after: int) -> int:
 
 
 def response(
-    followers: Followers, caller: Principal, frames: AsyncGenerator[bytes]
+    followers: Followers,
+    caller: Principal,
+    pieces: AsyncGenerator[bytes],
+    media_type: str = MEDIA_TYPE,
+    headers: Mapping[str, str] = _UNBUFFERED,
 ) -> StreamingResponse:
     """Return a streamed response that ends when the caller's token or session does. Raises 429."""
     followers.require_room(caller)
     return StreamingResponse(
-        followers.confirmed(caller, frames),
-        media_type=MEDIA_TYPE,
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        followers.confirmed(caller, pieces), media_type=media_type, headers=headers
     )
 
 

@@ -148,6 +148,8 @@ class RunWriter:
         if to == RunStatus.PAUSED:
             columns |= {"stop_requested": None, "stop_requested_at": None, "preempted_by": None}
             columns |= {"shrunk": None, **NO_WORKERS}
+            if preempted_by is not None and self.run.attempt:
+                columns["restarts"] = self.run.restarts + 1
         self.set(columns)
         self._record_status(before, moment)
         self._has_stopped |= to.terminal or to == RunStatus.PAUSED

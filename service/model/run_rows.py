@@ -86,7 +86,7 @@ class RunSummary(StoredRow):
     latest_checkpoint: dict[str, Any] | None = None
     """Newest of ``recent_checkpoints``."""
     restarts: int = 0
-    """Attempts after the first, without those that follow a pause."""
+    """Attempts after the first, without those that follow a pause by the owner."""
     steps_lost: int = 0
     """Steps that had to be repeated, over all failures."""
     redone_s: float | None = None

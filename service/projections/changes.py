@@ -57,7 +57,7 @@ def to_status(run: RunRow, status: RunStatus, reason: Reason | None = None) -> d
 def attempt_started(run: RunRow, event: EventRow) -> Changes:
     columns = {
         "attempt": max(run.attempt + 1, event.attempt),
-        # A run that was paused by its owner starts again from the queue: no restart.
+        # From the queue: its owner had paused it, which is no restart, or its preemption counted.
         "restarts": run.restarts + (run.attempt > 0 and run.status is not RunStatus.STARTING),
         "world_size": int(event.data["world_size"]),
         "workers": list(event.data["workers"]),

@@ -224,9 +224,11 @@ class Drains:
 
         Raises DatabaseError.
         """
-        self._slow = {run_id: thread for run_id, thread in self._slow.items() if thread.is_alive()}
+        were_slow = self._slow
+        self._slow = {run_id: thread for run_id, thread in were_slow.items() if thread.is_alive()}
         found = {row.id: (row, TailFact.BEHIND) for row in rows}
         waiting = [row for row in rows if row.id not in self._slow]
+        waiting.sort(key=lambda row: row.id in were_slow)  # so that they delay no other
         while waiting:
             if len(self._slow) >= MOST_SLOW:
                 log.error(
@@ -235,16 +237,24 @@ class Drains:
                 )
                 break
             outcomes = queue.SimpleQueue[Outcome | DatabaseError]()
-            left = threading.Event()
+            left, turn = threading.Event(), threading.Lock()
             thread = threading.Thread(
-                target=self._read_each, args=(waiting, outcomes, left), name="journals", daemon=True
+                target=self._read_each,
+                args=(waiting, outcomes, left, turn),
+                name="journals",
+                daemon=True,
             )
             thread.start()
             for number, row in enumerate(waiting, start=1):
                 try:
                     outcome = outcomes.get(timeout=RUN_PATIENCE_S)
                 except queue.Empty:
-                    left.set()  # The tick ends without this run, and the next one reads it again.
+                    with turn:
+                        if outcomes.empty():
+                            left.set()
+                    # Left: the tick ends without this run, and the next one reads it again.
+                    outcome = None if left.is_set() else outcomes.get()
+                if left.is_set():
                     self._slow[row.id] = thread
                     log.warning(
                         "a run's journal is slow to read; reading the others",
@@ -268,11 +278,13 @@ class Drains:
         rows: Sequence[RunRow],
         outcomes: queue.SimpleQueue[Outcome | DatabaseError],
         left: threading.Event,
+        turn: threading.Lock,
     ) -> None:
         """Tell the outcome of one run after the other, until this thread is left behind."""
         for row in rows:
-            if left.is_set():
-                return
+            with turn:  # Whoever leaves this thread reads the rows that it has not begun.
+                if left.is_set():
+                    return
             try:
                 outcomes.put(self._drain(row))
             except TransitionConflict:

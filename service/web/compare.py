@@ -9,7 +9,7 @@ import io
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
@@ -21,6 +21,7 @@ from everstep.spec.yaml_text import to_yaml
 from everstep.text.words import differences, number
 from everstep.wire import Run
 from everstep.wire.events import PREFIX, mode_of, validation_name
+from service.api import streams
 from service.api.auth import visible_run
 from service.api.callers import Principal
 from service.api.context import ApiContext, Context
@@ -40,6 +41,10 @@ MOST_RUNS: Final = 8
 _MOST_LINES: Final = 100
 """Of parallel coordinates."""
 _SUGGESTED: Final = 30
+_LARGER_IS_BETTER: Final = re.compile(
+    r"(accuracy|precision|recall|f1|auc|auroc|bleu|iou|dice)$|(^|[^a-z])(acc|map|r2|top[_-]?\d)$"
+)
+"""Names of metrics whose larger values are better, whatever is trained."""
 
 
 @router.get("/compare")
@@ -75,7 +80,7 @@ async def get_comparison(
         "compare.html",
         caller,
         runs=runs,
-        measured=_measured(runs, specs),
+        measured=_measured(runs, specs[:MOST_RUNS]),
         differences=differences(specs[:MOST_RUNS]),
         parallel=picture(every, specs),
         suggested=await suggested(context, caller),
@@ -93,23 +98,34 @@ def _measured(
         for metric in {run.best.metric for run in runs if run.best}
         if all(run.best is None or run.best.metric == metric for run in runs)
     }
-    modes = {
-        validation_name(wanted["best_metric"]): wanted["best_mode"]
-        for wanted in (spec.get("checkpoint") or {} for spec in specs)
-        if wanted.get("best_metric")
-    }
     names = {name for run in runs for name in run.metrics}
     for name in sorted(names, key=lambda name: (not name.startswith(PREFIX), name)):
         values[name] = [run.metrics.get(name) for run in runs]
     rows = []
     for name, found in values.items():
-        mode = modes.get(validation_name(name.removeprefix("best ")), mode_of(name))
+        mode = _known_mode(name.removeprefix("best "), specs)
         known = [value for value in found if value is not None]
-        is_judged = len(known) > 1 and (mode == "min" or PREFIX in name or name.startswith("best "))
+        is_judged = mode and len(known) > 1
         best = (min if mode == "min" else max)(known) if is_judged else math.nan
         texts = [None if each is None else (number(each), each == best) for each in found]
         rows.append((name, texts))
     return rows
+
+
+def _known_mode(name: str, specs: Sequence[dict[str, Any]]) -> str | None:
+    """Return whether smaller or larger values are better: as the specs say that name the metric, if
+    they agree, or as its name says; None where neither does."""
+    modes = {
+        wanted["best_mode"]
+        for wanted in (spec.get("checkpoint") or {} for spec in specs)
+        if wanted.get("best_metric")
+        and validation_name(wanted["best_metric"]) == validation_name(name)
+    }
+    if modes:
+        return modes.pop() if len(modes) == 1 else None
+    if mode_of(name) == "min":
+        return "min"
+    return "max" if _LARGER_IS_BETTER.search(name.lower()) else None
 
 
 @router.get("/runs/{run_id}/spec")
@@ -170,14 +186,13 @@ async def get_table(
         raise invalid_request("name", msg="is not the name of a metric")
     rows = [await visible_run(run_id, context, caller) for run_id in ids]
     headers = {"Content-Disposition": 'attachment; filename="curves.csv"'}
-    return StreamingResponse(
-        _lines(context, rows, names), media_type="text/csv; charset=utf-8", headers=headers
-    )
+    lines = _lines(context, rows, names)
+    return streams.response(context.followers, caller, lines, "text/csv; charset=utf-8", headers)
 
 
 async def _lines(
     context: ApiContext, runs: Sequence[RunRow], names: Sequence[str]
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[bytes]:
     yield _written([_HEAD])
     for run in runs:
         for name in names:
@@ -198,10 +213,10 @@ def _row(run: RunRow, point: MetricPoint) -> tuple[str, ...]:
     return run.id, run.name, name, str(point.step), at, value
 
 
-def _written(rows: Sequence[Sequence[str]]) -> str:
+def _written(rows: Sequence[Sequence[str]]) -> bytes:
     text = io.StringIO()
     csv.writer(text).writerows(rows)
-    return text.getvalue()
+    return text.getvalue().encode()
 
 
 # ---------------------------------------------------------------- parallel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -14,6 +14,7 @@ from everstep.text import events as event_words
 from everstep.text.words import without_colours
 from everstep.wire import LogLine
 from everstep.wire.events import EventKind
+from service.api import streams
 from service.api.answers import event_answer
 from service.api.context import Context
 from service.api.log_views import LogView
@@ -25,6 +26,7 @@ router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, includ
 
 _PAGE_LINES: Final = 500
 _CHUNK_LINES: Final = 1000
+_PIECE_LINES: Final = 500
 _SEARCHED_LINES: Final = 50_000
 _SEARCH_S: Final = 5.0
 """Seconds after which a page shows what was found so far, with a link to older lines."""
@@ -72,26 +74,30 @@ async def get_logs(
 async def get_all_lines(
     run: WebRun,
     context: Context,
-    _caller: WebCaller,
+    caller: WebCaller,
     rank: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
     attempt: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
 ) -> StreamingResponse:
     """Return every line as a file, in the order of attempts and time."""
     view = context.logs.view(run.id, int(rank) if rank else None, int(attempt) if attempt else None)
     headers = {"Content-Disposition": f'attachment; filename="{run.id}.log"'}
-    return StreamingResponse(_all_lines(view), media_type="text/plain", headers=headers)
+    pieces = _all_lines(view, await view.read(0, _PIECE_LINES))
+    return streams.response(context.followers, caller, pieces, "text/plain", headers)
 
 
-async def _all_lines(view: LogView) -> AsyncIterator[str]:
-    lines = await view.read(0, _CHUNK_LINES)
+async def _all_lines(view: LogView, lines: list[LogLine]) -> AsyncGenerator[bytes]:
+    """Yield the text of these lines and of all after them, in pieces."""
     while lines:
-        yield "".join(
+        texts = streams.piece_of(
             f"{line.at:%Y-%m-%dT%H:%M:%S.%fZ} attempt {line.attempt} "
             f"{'driver' if line.rank is None else f'rank {line.rank}'} {line.level.upper()} "
-            f"{without_colours(line.message)}\n"
+            f"{without_colours(line.message)}\n".encode()
             for line in lines
         )
-        lines = await view.read(lines[-1].seq, _CHUNK_LINES)
+        after, piece = lines[len(texts) - 1].seq, b"".join(texts)
+        del lines, texts  # nothing but the bytes is held while the client takes them in
+        yield piece
+        lines = await view.read(after, _PIECE_LINES)
 
 
 async def newest(view: LogView, before: int | None, search: str) -> LogPage:

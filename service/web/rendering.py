@@ -18,7 +18,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from everstep.text import failure
 from everstep.text import words as cli_words
-from everstep.wire import Failure, GoodputBuckets, Run, RunStatus
+from everstep.wire import Failure, GoodputBuckets, ReasonCode, Run, RunStatus
 from everstep.wire.events import PREFIX, EventKind, system_figure, system_name
 from service.annex import Annex, PageLink
 from service.api.callers import Principal
@@ -375,7 +375,7 @@ def system_charts(names: Iterable[str]) -> list[dict[str, Any]]:
 
 def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
     """Return restarts, newest last: where the run resumed (step, unix seconds) after which failure,
-    or after a pause.
+    after a preemption, or after a pause.
 
     Args:
         events: history with the kinds in MARK_KINDS.
@@ -387,7 +387,8 @@ def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
             why = failure.who(Failure.of(event))
         elif event.kind == EventKind.STATUS:
             if event.data.get("to") == RunStatus.PAUSED:
-                why = _PAUSE
+                code = (event.data.get("reason") or {}).get("code")
+                why = "preempted" if code == ReasonCode.PREEMPTED_BY_PRIORITY else _PAUSE
         elif event.attempt not in attempts:
             if (attempts or event.attempt > 1) and event.data.get("step") is not None:
                 label = f"attempt {event.attempt}" + (f": {why}" if why else "")

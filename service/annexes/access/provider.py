@@ -228,6 +228,7 @@ class Flow:
 CALLBACK_PATH: Final = "/login/oidc/callback"
 """This service's page to which the provider sends people back."""
 TIMEOUT_S: Final = 10.0
+_MOST_BYTES: Final = 1 << 20
 KNOWN_S: Final = 600.0
 """Time for which the provider's description and keys are kept. A key that it withdraws is refused
 after that."""
@@ -416,17 +417,25 @@ class Provider:
     ) -> tuple[int, dict[str, Any]]:
         """Return status and JSON object of an answer; {} if it is none. Follows no redirect."""
         try:
-            async with httpx.AsyncClient(
-                timeout=TIMEOUT_S, transport=self._transport, verify=self._authorities
-            ) as client:
-                accepted = {"Accept": "application/json", **(headers or {})}
-                response = await client.request(method, url, auth=auth, data=form, headers=accepted)
-        except httpx.HTTPError as exc:
+            accepted = {"Accept": "application/json", **(headers or {})}
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                httpx.AsyncClient(
+                    timeout=TIMEOUT_S, transport=self._transport, verify=self._authorities
+                ) as client,
+                client.stream(method, url, auth=auth, data=form, headers=accepted) as response,
+            ):
+                body = bytearray()
+                async for part in response.aiter_bytes():
+                    body += part
+                    if len(body) > _MOST_BYTES:
+                        raise ProviderUnavailable(f"{url} answered more than {_MOST_BYTES} bytes")
+        except (httpx.HTTPError, TimeoutError) as exc:
             raise ProviderUnavailable(
                 f"the identity provider does not answer at {url}: {exc or type(exc).__name__}"
             ) from exc
         try:
-            found = response.json()
+            found = json.loads(body)
         except ValueError:
             found = {}
         return response.status_code, found if isinstance(found, dict) else {}

@@ -61,14 +61,15 @@ def test_a_preempted_run_queues_again_in_the_transaction_that_pauses_it(
     )
     with pytest.raises(TransitionConflict):
         runs.preempt(run.id, 1, "run_other")
-    journal = Journal()
+    journal, events = Journal(), EventStore(database, runs._clock)
+    events.apply_journal(run.id, 1, journal.start(), "b")
     finished = journal.event(
         EventKind.FINISHED,
         outcome="stopped",
         reason={"code": "paused_by_user", "message": "x"},
         step=7,
     )
-    back = EventStore(database, runs._clock).apply_journal(run.id, 1, [finished], "c")
+    back = events.apply_journal(run.id, 1, [finished], "c")
     assert (back.status, back.step, back.stop_requested, back.preempted_by) == (
         RunStatus.QUEUED,
         7,
@@ -84,6 +85,8 @@ def test_a_preempted_run_queues_again_in_the_transaction_that_pauses_it(
     ]
     again = runs.claim_submission(run.id, 1)
     assert (again.status, again.submission, again.workers_limit) == (RunStatus.STARTING, 2, None)
+    on = events.apply_journal(run.id, 2, Journal(2, attempt=2).start(7), "d")
+    assert (on.attempt, on.restarts) == (2, 1), "no owner paused it"
 
 
 def test_a_user_s_pause_outlasts_the_scheduler_s(runs: RunStore) -> None:

@@ -7,6 +7,10 @@ from html import unescape
 
 import pytest
 
+from everstep.wire import LogLine
+from service.api import streams
+from service.web.logs import _all_lines
+from storage.errors import StorageUnreadable
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService
@@ -51,6 +55,30 @@ async def test_all_lines_are_downloaded_without_colours(api: ApiService, browser
     assert len(text.splitlines()) == 1501 and "attempt 1 rank 1 WARNING red\n" in text
     assert (await browser.http.get(f"/runs/{run_id}/logs.txt?rank=1")).text.count("\n") == 1
     assert "\x1b" not in await browser.page(f"/runs/{run_id}/logs")
+
+
+async def test_a_download_has_the_limits_of_streams(
+    api: ApiService, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, _ = await api.running()
+    with RankLogWriter(RunDir(api.storage, run_id), 1, 1, 0) as writer:
+        writer.write([LogRecord(NOON + at, "INFO", f"{at:05}" * 4000) for at in range(30)])
+    path = f"/runs/{run_id}/logs.txt"
+    answer = await browser.http.get(path)
+    assert answer.text.count("\n") == 30 and "00029" in answer.text
+    view = api.context.logs.view(run_id, None, None)
+    sizes = [len(piece) async for piece in _all_lines(view, await view.read(0, 500))]
+    assert sum(sizes) == len(answer.content) and max(sizes) < streams.PIECE_BYTES + 21_000
+
+    async def unread(*_: object, **__: object) -> list[LogLine]:
+        raise StorageUnreadable("the storage is away")
+
+    with monkeypatch.context() as away:
+        away.setattr(type(view), "read", unread)
+        assert (await browser.http.get(path)).status_code == 503, "and no file that is cut"
+    monkeypatch.setattr(streams, "MOST_OF_CALLER", 0)
+    for each in (path, f"/curves.csv?run={run_id}&name=loss"):
+        assert (await browser.http.get(each)).status_code == 429
 
 
 async def test_pages_of_many_ranks_join(api: ApiService, browser: Browser) -> None:

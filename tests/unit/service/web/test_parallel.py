@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from everstep.wire import Run
-from service.web.compare import picture
+from service.web.compare import _measured, picture
 from tests.support.api_service import ApiService, Journal
 from tests.support.page_text import HOSTILE
 from tests.support.web_browser import Browser
@@ -65,6 +65,27 @@ async def test_compared_runs_have_a_picture_and_differences(api: ApiService) -> 
     assert html.index("Differences of the specs") < html.index("Side by side")
     assert html.count('tag best">best') == 1 and ">0.25 <span" in html
     assert "Side by side" in await browser.page(f"/compare?run={queued}")
+
+
+async def test_the_best_is_marked_where_better_is_known(api: ApiService) -> None:
+    rows = [
+        {"interval_s": 3.0, "val_latency_ms": 10.0, "val_accuracy": 0.5, "loss": 1.0, "score": 1.0},
+        {"interval_s": 9.0, "val_latency_ms": 90.0, "val_accuracy": 0.7, "loss": 0.5, "score": 2.0},
+    ]
+    runs = await runs_of(api, *rows)
+
+    def marked(*modes: str | None) -> dict[str, list[int]]:
+        judged = [{"best_metric": mode and "val_score", "best_mode": mode} for mode in modes]
+        found = _measured(runs, [{"checkpoint": each} for each in judged])
+        return {
+            name: best
+            for name, cells in found
+            if (best := [place for place, cell in enumerate(cells) if cell and cell[1]])
+        }
+
+    by_name = {"val_accuracy": [1], "loss": [1]}
+    assert marked(None, None) == by_name == marked("min", "max"), "the specs contradict each other"
+    assert marked("min", "min") == by_name | {"score": [0]}
 
 
 async def test_runs_of_a_study_are_compared_by_their_tag(api: ApiService) -> None:

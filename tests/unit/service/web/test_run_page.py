@@ -9,11 +9,13 @@ import pytest
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
+from service.web.rendering import marks
 from storage.checkpoints.store import CheckpointStore
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService
 from tests.support.page_text import fail, text_of
+from tests.support.projected_events import event
 from tests.support.web_browser import Browser, status_of
 from tests.unit.service.api.test_api_checkpoints import save
 
@@ -60,6 +62,25 @@ async def test_a_run_through_a_failure_is_told(api: ApiService, browser: Browser
     assert curves["seq"] == api.runs.get(run_id).last_seq  # type: ignore[union-attr]
     shown = text_of(await browser.page(f"/runs/{run_id}/events"))
     assert "attempt 2 with 1 rank" in shown and "failure: node_lost of rank 1" in shown
+
+
+def test_a_mark_tells_a_preemption_from_a_pause_by_the_owner() -> None:
+    preempted = {"code": "preempted_by_priority", "message": "by run_x"}
+    found = marks(
+        [
+            event(EventKind.RESTORED, attempt=1, step=0),
+            event(EventKind.STATUS, to="PAUSED", reason=preempted),
+            event(EventKind.STATUS, to="QUEUED", reason=preempted),
+            event(EventKind.RESTORED, attempt=2, step=5),
+            event(EventKind.STATUS, to="PAUSED", reason=None),
+            event(EventKind.RESTORED, attempt=3, step=7),
+        ]
+    )
+    assert [mark["label"] for mark in found] == [
+        "attempt 2: preempted",
+        "attempt 3: resumed after a pause",
+    ]
+    assert [mark["sign"] for mark in found] == ["↻ 2", "▶ after a pause"]
 
 
 async def test_the_head_says_reports_where_a_step_is_a_report(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -15,6 +16,7 @@ import pytest
 from joserfc import jwt
 from joserfc.jwk import ECKey, RSAKey
 
+from service.annexes.access import provider as provider_module
 from service.annexes.access.provider import (
     KNOWN_S,
     Flow,
@@ -259,6 +261,27 @@ async def test_a_description_of_another_provider_is_refused(
     server.metadata |= change
     with pytest.raises(ProviderUnavailable, match=why):
         await server.provider.address(FLOW)
+
+
+async def test_an_answer_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, sent = Server(), b" " * (1 << 20)
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        async def body() -> AsyncIterator[bytes]:
+            while True:
+                yield sent
+                await asyncio.sleep(0.01)
+
+        return httpx.Response(200, content=body())
+
+    monkeypatch.setattr(server.provider, "_transport", httpx.MockTransport(answer))
+    async with asyncio.timeout(10):
+        with pytest.raises(ProviderUnavailable, match="more than 1048576 bytes"):
+            await server.provider.address(FLOW)
+        monkeypatch.setattr(provider_module, "TIMEOUT_S", 0.2)
+        sent = b" "
+        with pytest.raises(ProviderUnavailable, match="does not answer"):
+            await server.provider.address(FLOW)
 
 
 @pytest.mark.parametrize(
