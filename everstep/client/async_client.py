@@ -205,7 +205,6 @@ class AsyncRun(RunFields, Mirror):
     samples = awaited(RunHandle.samples)
     goodput = awaited(RunHandle.goodput)
     to_pandas = awaited(RunHandle.to_pandas)
-    plot = awaited(RunHandle.plot)
     checkpoints = awaited(RunHandle.checkpoints)
     checkpoint = awaited(RunHandle.checkpoint)
     verify_checkpoint = awaited(RunHandle.verify_checkpoint)

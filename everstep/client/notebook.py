@@ -1,12 +1,9 @@
-"""Runs in a notebook: how they show themselves, and their curves as a plot."""
+"""Runs in a notebook: how they show themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from html import escape
-from typing import Any
 
-from everstep.errors import UsageError
 from everstep.text import failure, words
 from everstep.wire import Run
 
@@ -53,36 +50,3 @@ def _progress(run: Run) -> str:
         f'<progress value="{run.step}" max="{run.total_steps}"></progress> {run.step} of '
         f"{run.total_steps}"
     )
-
-
-# ---------------------------------------------------------------- plot
-
-# Curves of a run with matplotlib, which is imported only here, and only when asked for.
-
-
-def plot(
-    run: Run, read: Callable[[], dict[str, list[Any]]], names: tuple[str, ...], ax: Any
-) -> Any:
-    """Draw the metrics that ``read`` returns over steps; return the axes. Raises UsageError."""
-    try:
-        from matplotlib import pyplot  # type: ignore[import-not-found,unused-ignore]
-    except ImportError as exc:
-        raise UsageError(
-            "plot needs matplotlib, which is not installed; pip install matplotlib"
-        ) from exc
-    series = read()
-    missing = [name for name in names if not series.get(name)]
-    if missing or not any(series.values()):
-        known = ", ".join(sorted(run.metrics)) or "none yet"
-        wanted = ", ".join(missing) or "metrics"
-        raise UsageError(f"run {run.id} has no values of {wanted} (it has: {known})")
-    if ax is None:
-        _, ax = pyplot.subplots()
-    for name, points in sorted(series.items()):
-        steps = [step for step, _, _ in points]
-        values = [float("nan") if value is None else value for _, _, value in points]
-        ax.plot(steps, values, label=name)
-    ax.set_xlabel("step")
-    ax.set_title(run.name)
-    ax.legend()
-    return ax

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from everstep.client.download import RunEventFiles
 from everstep.client.handles import DrillHandle, ProfileHandle
-from everstep.client.notebook import plot
 from everstep.client.streams import Follower
 from everstep.errors import RunFailed, UsageError
 from everstep.spec.run_spec import RunSpec
@@ -184,7 +183,7 @@ class RunHandle(RunHistory):
             patience=self._patience,
         )
 
-    # ------------------------------------------------------------ tables and plots
+    # ------------------------------------------------------------ tables
 
     def to_pandas(self, what: Table = "metrics", *, max_points: int = 10_000) -> DataFrame:
         """Return a history as a table of pandas.
@@ -197,19 +196,6 @@ class RunHandle(RunHistory):
         Raises UsageError if pandas is not installed, or for another table.
         """
         return to_pandas(self, what, max_points)
-
-    def plot(self, *names: str, ax: Any = None) -> Any:
-        """Draw metrics over steps with matplotlib, by default all of them; return its axes.
-
-        >>> run.plot("loss", "val_loss").figure.savefig("loss.png")   # doctest: +SKIP
-
-        Args:
-            names: names of metrics.
-            ax: axes to draw into; None makes a figure.
-
-        Raises UsageError if matplotlib is not installed, or if the run has no values of a metric.
-        """
-        return plot(self.run, lambda: self.metrics(*names), names, ax)
 
     # ------------------------------------------------------------ actions
 

@@ -16,7 +16,7 @@ from tests.support.api_service import ApiService
 from tests.support.tools import tool
 from tests.unit.everstep.client.test_notebook import SDK, examples, train
 
-PLOT = 'ax = run.plot("loss")'
+PLOT = 'ax = table["loss"].plot()'
 
 
 def cells() -> list[str]:
@@ -73,9 +73,6 @@ async def test_the_documentation_runs_in_a_notebook_up_to_a_table_and_a_plot(
         done = await running
     assert done.returncode == 0, done.stderr
     shown = [cell["outputs"] for cell in json.loads(path.read_text())["cells"]]
-    waited = next(index for index, source in enumerate(cells()) if "run.wait(" in source)
-    (progress,) = [each for each in shown[waited] if each["output_type"] == "display_data"]
-    assert '<progress value="30" max="30">' in "".join(progress["data"]["text/html"])
     run, table, plot = shown[-3:]
     assert "SUCCEEDED" in "".join(run[0]["data"]["text/html"])
     assert "<th>loss</th>" in "".join(table[0]["data"]["text/html"])

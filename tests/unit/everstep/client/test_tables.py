@@ -61,11 +61,6 @@ async def test_what_is_missing_says_what_to_do(
 ) -> None:
     with pytest.raises(UsageError, match="use one of metrics, events, failures"):
         run.to_pandas("losses")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"no values of lost .it has: .*loss"):
-        await asyncio.to_thread(run.plot, "loss", "lost")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match="pip install matplotlib"):
-        run.plot()
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UsageError, match="pip install pandas"):
         run.to_pandas()
