@@ -17,13 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSES = ("everstep", "storage", "service", "train_fn")
 
-MAX_FILES = 422
+MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_509,
-    "storage": 5_753,
-    "service": 27_014,
+    "everstep": 15_512,
+    "storage": 5_713,
+    "service": 27_261,
     "train_fn": 49_048,
-    "tests": 91_131,
+    "tests": 91_638,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -76,28 +76,17 @@ def test_a_killed_rank_costs_no_step(place: str, kept: int, rank: int, tmp_path:
     assert found == expected
 
 
-@pytest.mark.parametrize(("place", "step"), [("batch", 21), *only_in_chaos(("torn", 22))])
-def test_a_batch_sampler_of_ones_own_goes_on_at_its_very_batch(
-    place: str, step: int, tmp_path: Path
-) -> None:
-    twin = job_of(tmp_path, "whole", loop="packed")
-    whole = train_to_end(twin)
-    job, ended, found = killed_and_resumed(tmp_path, "packed", (1, 21, place))
-    assert found == step and ended.weights == whole.weights
-    assert losses(job) == losses(twin) and len(losses(job)) == 40
-
-
-@pytest.mark.parametrize("has_loader", [False, True])
+@pytest.mark.parametrize("has_sampler", [False, True])
 def test_what_one_rank_does_at_an_epoch_s_end_is_done_though_it_dies_there(
-    has_loader: bool, tmp_path: Path
+    has_sampler: bool, tmp_path: Path
 ) -> None:
     """Its peer has nothing to do there, and waits for it before it begins the next epoch."""
 
     def notes(job: LoopJob) -> list[str]:
         return (tmp_path / f"{job.run_id}.evaluated").read_text().splitlines()
 
-    twin = job_of(tmp_path, "whole", loop="evaluated", norm=has_loader)
-    job = job_of(tmp_path, "broken", loop="evaluated", norm=has_loader)
+    twin = job_of(tmp_path, "whole", loop="evaluated", norm=has_sampler)
+    job = job_of(tmp_path, "broken", loop="evaluated", norm=has_sampler)
     whole = train_to_end(twin)
     for epoch in (1, 3):
         start(replace(job, killed=(0, epoch, "evaluation")))
@@ -105,7 +94,7 @@ def test_what_one_rank_does_at_an_epoch_s_end_is_done_though_it_dies_there(
     ended = train_to_end(job)
     assert ended.weights == whole.weights
     assert [*dict.fromkeys(notes(job))] == notes(twin) and len(notes(twin)) == 4
-    length = 5 if has_loader else 9
+    length = 5 if has_sampler else 9
     begun = [each["step"] for each in events(job, EventKind.RESTORED)]
     assert begun[0] == 0 < begun[1] < 2 * length and begun[1] < begun[2] < 4 * length
 

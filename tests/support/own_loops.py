@@ -154,7 +154,6 @@ def _rank_main(job: LoopJob, rank: int, base: str) -> None:
             "folds": folds,
             "gan": gan,
             "own": own_data,
-            "packed": packed,
             "sharded": sharded,
             "unlike": unlike,
         }
@@ -239,7 +238,7 @@ def evaluated(job: LoopJob, rank: int) -> Any:
     """Rank 0 alone evaluates at the end of each epoch, and notes it."""
     import torch
     from torch import nn
-    from torch.utils.data import DataLoader, DistributedSampler
+    from torch.utils.data import BatchSampler, DistributedSampler
 
     import everstep.train as es
 
@@ -250,7 +249,7 @@ def evaluated(job: LoopJob, rank: int) -> Any:
     data: Any = es.loader(Noisy(), global_batch_size=24)
     if job.norm:
         sampler: Any = DistributedSampler(Noisy(), job.world_size, rank)
-        data = es.loader(DataLoader(Noisy(), 24, sampler=sampler))
+        data = es.loader(Noisy(), batch_sampler=BatchSampler(sampler, 24, drop_last=False))
     state = protect(job, model=model, optimizer=optimizer, extra={"data": data} if job.norm else {})
     with state:
         for epoch in range(data.epoch if job.norm else state.epoch, 4):
@@ -568,33 +567,6 @@ def own_data(job: LoopJob, rank: int) -> Any:
             state.step(loss=loss)
             if job.odd == (rank, step, "commit"):
                 state.step(loss=loss)
-    return bare
-
-
-def packed(job: LoopJob, rank: int) -> Any:
-    """A loop with a batch sampler of its own, whose sampler divides the samples."""
-    import torch
-    from torch import nn
-    from torch.utils.data import BatchSampler, DistributedSampler
-
-    import everstep.train as es
-
-    torch.manual_seed(3)
-    bare = nn.Linear(8, 4)
-    model = wrapped(bare, job)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    sampler = DistributedSampler(Noisy(), num_replicas=job.world_size, rank=rank)
-    data = es.loader(Noisy(), batch_sampler=BatchSampler(sampler, 7, drop_last=False))
-    state = protect(job, model=model, optimizer=optimizer, extra={"data": data})
-    with state:
-        for values, _ in data.batches(state, steps=job.steps):
-            die(job, rank, state.step_number, "batch")
-            loss = model(values).square().mean()
-            loss.backward()
-            optimizer.step()
-            die(job, rank, state.step_number, "torn")
-            optimizer.zero_grad()
-            state.step(loss=loss, size=len(values))
     return bare
 
 

@@ -74,12 +74,11 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
     loaded = sketch(batch)
     replica.state.task = replica.task_state.capture()
     # Samples of several lengths do not take the same, and a task's own collate may pad them.
-    is_one_size = replica.sampler.tokens_in(0, 0) is None and not hasattr(replica.task, "collate")
-    is_one_size = is_one_size and batch is not None
+    is_varying = replica.sampler.tokens_in(0, 0) is not None or hasattr(replica.task, "collate")
     flops = replica.ctx.remembered.get("flops")  # to count takes longer than the pass
     if begins:
         try_pieces(replica, batch, len(first))
-    count = FlopCount() if flops is None and is_one_size else None
+    count = None if is_varying or batch is None or flops is not None else FlopCount()
     replica.moving = run_first_pass(
         replica, batch, loaded, first, is_fresh=is_fresh, count=count or nullcontext()
     )

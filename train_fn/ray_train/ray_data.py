@@ -24,9 +24,6 @@ from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, few
 from train_fn.user_code.modules import CodeOnNode, load_named, place_of
 
-_LEAST_CPUS = 1.0
-"""What a task of Ray Data takes by default."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -96,7 +93,7 @@ def _built(
 
 def _warn_of_no_room() -> None:
     free = ray.available_resources().get("CPU", 0.0)
-    if free < _LEAST_CPUS:
+    if free < 1.0:  # what a task of Ray Data takes by default
         logger.warning(
             "Ray Data's tasks take CPUs beside those of the ranks, and the cluster has %g free: "
             "reading waits until some are. Lower scaling.max_workers or "

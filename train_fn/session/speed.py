@@ -71,8 +71,7 @@ class Speed:
         return found
 
 
-SAMPLES_ALONE = Speed()
-"""Nothing else is known."""
+SAMPLES_ALONE = Speed()  # nothing else is known
 
 
 def speed_of(ctx: WorkerContext, task: Task, counted: float | None) -> Speed:

@@ -47,10 +47,6 @@ def test_a_missing_extra_is_installed_from_where_this_installation_came() -> Non
             {"url": "ssh://git@h.io/e", "vcs_info": {"vcs": "git", "commit_id": "c0"}},
             "everstep[wandb] @ git+ssh://git@h.io/e@c0",
         ),
-        (
-            {"url": "file:///e", "vcs_info": {"vcs": "git", "commit_id": "c0"}},
-            "everstep[wandb] @ git+file:///e@c0",
-        ),
     ],
 )
 def test_only_what_came_from_an_index_is_installed_from_one(

@@ -9,7 +9,7 @@ import queue
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,9 +24,6 @@ from storage.logs.journal import read_journal
 from tests.support.fake_ray import FakeRay
 from tests.support.projected_events import run_row
 from tests.support.reconciler_world import World
-
-if TYPE_CHECKING:
-    pass
 
 pytest_plugins = ["tests.support.reconciler_fixtures"]
 pytestmark = pytest.mark.usefixtures("whole_ticks")

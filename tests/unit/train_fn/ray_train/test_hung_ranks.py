@@ -46,7 +46,6 @@ class Rank:
         self.actor = SimpleNamespace(
             stack=self._call("stack", stack), collective_counts=self._call("counts", counts)
         )
-        self.is_killed = False
 
     def _call(self, name: str, answer: Any) -> Any:
         def remote() -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from everstep.spec.sections import TrainSpec
 from train_fn.errors import BadTask
 from train_fn.samples.sampler import MicroBatch
-from train_fn.samples.token_batches import TokenSampler, lengths_of, token_sampler
+from train_fn.samples.token_batches import TokenSampler, token_sampler
 
 
 class Texts:
@@ -118,7 +118,3 @@ def test_what_has_no_usable_length_is_named(data: Any, words: str) -> None:
     train = TrainSpec(batch_by="tokens", global_batch_size=512)
     with pytest.raises(BadTask, match=words):
         token_sampler(train, 512, data, None, "train")
-
-
-def test_a_rehearsal_reads_a_few_tokens() -> None:
-    assert lengths_of(Texts([5, 5, 5, 5]), "train", 11).tolist() == [5, 5, 5]
