@@ -35,7 +35,7 @@ SPEC = RunSpec.model_validate(
             "micro_batch_size": MICRO_BATCH,
             "loader": {"num_workers": 0},
         },
-        "checkpoint": {"every_steps": 100},
+        "checkpoint": {"every_steps": 100, "best_metric": "none"},
     }
 )
 

@@ -49,7 +49,7 @@ def make_spec(norm: str = "group", **train: Any) -> RunSpec:
                 "ema_decay": 0.9,
                 **train,
             },
-            "checkpoint": {"every_steps": 10},
+            "checkpoint": {"every_steps": 10, "best_metric": "none"},
         }
     )
 
