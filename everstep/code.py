@@ -317,7 +317,7 @@ _SECRETS = re.compile(
 """Names of files and directories with passwords and keys."""
 _PACKAGE = "__init__.py"
 _SUFFIXES = (".zip", ".tar.gz", ".tgz")
-_GIT = shlex.split("git --no-optional-locks -c core.fsmonitor=false -c core.hooksPath=/dev/null")
+_GIT = shlex.split("git -c core.fsmonitor=false -c core.hooksPath=/dev/null")
 
 
 def pack(path: str | os.PathLike[str]) -> bytes:
@@ -502,6 +502,7 @@ def git_state(path: str | os.PathLike[str], archive: bytes) -> str | None:
     folder = (source if source.is_dir() else source.parent).resolve()
     # those of a hook name another repository
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env["GIT_OPTIONAL_LOCKS"] = "0"
 
     def git(*words: str | Path) -> bytes:
         command = [*_GIT, "-C", str(folder), *words]

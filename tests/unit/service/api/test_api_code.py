@@ -89,6 +89,7 @@ async def test_a_run_brings_its_code(api: ApiService) -> None:
         "archive": digest,
         "task": "mine.task:Line",
         "train_fn": None,
+        "datasets": None,
         "script": None,
         "argv": [],
         "args": {"length": 5},

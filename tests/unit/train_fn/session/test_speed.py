@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,16 +28,9 @@ from train_fn.loop import build
 from train_fn.loop.attempt import train
 from train_fn.models import Gpt, MiniResNet
 from train_fn.session.report import Reporter
-from train_fn.session.speed import (
-    FlopCount,
-    Speed,
-    declared,
-    peak_of,
-    speed_of,
-)
+from train_fn.session.speed import FlopCount, Speed, declared, peak_of, speed_of
 
 pytestmark = pytest.mark.own_process
-
 
 SPEC = {
     "name": "speed",
@@ -46,6 +40,11 @@ SPEC = {
         "data": {"name": "digits"},
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    getattr(sys.modules.get("torch._dynamo.utils"), "counters", {}).clear()  # of other tests
 
 
 class Text:
