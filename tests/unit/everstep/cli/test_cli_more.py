@@ -85,9 +85,8 @@ async def test_compare_shows_figures_and_differences(api: ApiService) -> None:
 async def test_notes_are_printed_replaced_and_removed(api: ApiService) -> None:
     one, two = await api.create(name="b", train={"seed": 9}), await api.create(name="a")
     assert (await everstep("note", one)).stdout == ""
-    assert (await everstep("note", one, "lr too high\n\x1b[31mred")).stdout == (
-        "lr too high\n\N{REPLACEMENT CHARACTER}[31mred\n"
-    )
+    noted = await everstep("note", one, "lr too \x9bhigh\n\x1b[31mred")
+    assert noted.stdout == "lr too \N{REPLACEMENT CHARACTER}high\nred\n"
     piped = await everstep("note", one, "-", "--json", stdin="from a pipe\n")
     assert json.loads(piped.stdout)["notes"] == "from a pipe"
     assert "from a pipe" in (shown := await everstep("show", one)).stdout
