@@ -1,5 +1,5 @@
-"""Files about the whole cluster, not one run: node marks, deployment checks and the
-storage's identity.
+"""Files about the whole cluster, not one run: node marks, deployment checks and the storage's
+identity.
 
 Imports every other room of `storage`; nothing here imports it.
 """
@@ -11,7 +11,7 @@ import json
 import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from everstep.spec import plain_text
 from storage.checkpoints.retention import reported_checkpoints
@@ -20,9 +20,6 @@ from storage.errors import CorruptFile, StorageMismatch, StorageNotFound
 from storage.filesystem import Storage
 from storage.logs.journal import read_journal
 from storage.run_dir import CheckpointName, RunDir
-
-if TYPE_CHECKING:
-    pass
 
 # ---------------------------------------------------------------- identity
 

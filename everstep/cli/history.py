@@ -6,6 +6,7 @@ import importlib
 import webbrowser
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -192,16 +193,13 @@ def _doing(out: Terminal, run: RunHandle) -> list[str]:
     attempts = [] if run.status.terminal else run.attempts(workers=False)
     apart = event_words.built_apart(attempts[-1].built_apart) if attempts else []
     what = event_words.doing(run.run, attempts, datetime.now(UTC))
-    if what is None:
-        return apart
+    found = [] if what is None else [what]
     lacks = (ReasonCode.WAITING_FOR_CAPACITY, ReasonCode.INFEASIBLE)
-    if run.reason is None or run.reason.code not in lacks:
-        return [what, *apart]
-    try:
-        cluster = out.client().cluster()
-    except EverstepError:  # what the run waits for is said all the same
-        return [what, *apart]
-    return [what, event_words.room(cluster.nodes), *apart] if cluster.available else [what, *apart]
+    if found and run.reason is not None and run.reason.code in lacks:
+        with suppress(EverstepError):  # what the run waits for is said all the same
+            cluster = out.client().cluster()
+            found += [event_words.room(cluster.nodes)] if cluster.available else []
+    return [*found, *apart]
 
 
 def _standing_still(run: RunHandle) -> StackReport | None:

@@ -304,7 +304,7 @@ def batches_by_index(ctx: WorkerContext, replica: Replica, most: int | None = No
     """
     spec, size = ctx.spec, _size(ctx, replica.val_set)
     num_samples = ctx.limited(len(replica.val_set))  # type: ignore[arg-type]
-    if spec.train.batch_by == "tokens":
+    if spec.train.batch_by == "tokens" and ctx.most_samples is not None:
         num_samples = len(lengths_of(replica.val_set, "val", ctx.most_samples))
     count, peers = -(-num_samples // size), replica.peers
     numbers: list[int | None] = [*share_of(count, peers.rank, peers.world_size)[:most]]

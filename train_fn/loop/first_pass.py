@@ -75,16 +75,16 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
     replica.state.task = replica.task_state.capture()
     # Samples of several lengths do not take the same, and a task's own collate may pad them.
     is_varying = replica.sampler.tokens_in(0, 0) is not None or hasattr(replica.task, "collate")
-    flops = replica.ctx.remembered.get("flops")  # to count takes longer than the pass
+    known = replica.ctx.remembered  # to count takes longer than the pass
+    flops = known.get("flops")
     if begins:
         try_pieces(replica, batch, len(first))
-    count = None if is_varying or batch is None or flops is not None else FlopCount()
+    count = None if is_varying or batch is None or "flops" in known else FlopCount()
     replica.moving = run_first_pass(
         replica, batch, loaded, first, is_fresh=is_fresh, count=count or nullcontext()
     )
     if count is not None:
         flops = count.of_sample(len(first))
-    if flops is not None:
         replica.ctx.remember("flops", flops)
     replica.parts.flops_per_sample = flops
     if replica.exchange is not None:

@@ -258,7 +258,7 @@ def _call_function(ctx: WorkerContext) -> None:
     if code.datasets is not None:
         raise BadTask(
             f"code.datasets ({code.datasets}) needs a Ray cluster, and a rehearsal has none. "
-            "Submit the run with recovery.rehearse off"
+            "Submit the run without one"
         )
     set_train_fn_utils(
         LocalTrainFnUtils(

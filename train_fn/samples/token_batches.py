@@ -66,7 +66,7 @@ class TokenSampler(Sampler):
     def num_micro(self, k: int) -> int:
         return int(self._batches.num_micro[k])
 
-    @property
+    @cached_property
     def fullest(self) -> int:
         return int(np.argmax(self._batches.num_micro))
 

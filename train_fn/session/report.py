@@ -1,6 +1,5 @@
 """Progress reports: rank 0 sends them to the journal, and every rank keeps the newest ones with
-its state.
-"""
+its state."""
 
 from __future__ import annotations
 

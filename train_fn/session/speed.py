@@ -7,7 +7,6 @@ first one, whose results are dropped.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import sys
@@ -20,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.tasks.protocol import Task
-
-logger = logging.getLogger(__name__)
 
 
 def _with_tf32(half: float) -> dict[str, float]:
