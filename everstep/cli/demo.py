@@ -38,7 +38,7 @@ STOP_TIMEOUT_S = 60.0
 
 
 SERVE = (
-    *(sys.executable, "-m", "everstep.cli.main", "serve"),
+    *(sys.executable, "-P", "-m", "everstep.cli.main", "serve"),
     *("--port", "0", "--nodes", "3", "--cpus-per-node", "1", "--drills"),
 )
 

@@ -104,7 +104,7 @@ def serve(**flags: FlagValue | None) -> None:
     if terminal().as_json:
         environ[OPTIONS["log_format"].variable] = "json"
     # The service takes this process's place: signals and the exit code are its own.
-    os.execve(sys.executable, [sys.executable, "-m", "service.process.serve"], environ)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "service.process.serve"], environ)
 
 
 def _show_cluster(info: ClusterInfo) -> None:

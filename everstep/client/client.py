@@ -163,7 +163,7 @@ class Client(Part):
         """
         named = ((f"--{name.replace('_', '-')}", value) for name, value in options.items())
         given = [name if value is True else f"{name}={value}" for name, value in named]
-        command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", *given]
+        command = [sys.executable, "-P", "-m", "everstep.cli.main", "rehearse", "--json", *given]
         command += [f"--code={code}", *(["--", *argv] if argv else [])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         try:

@@ -199,6 +199,7 @@ class EmbeddedCluster:
         returns = ["--node-return-s", str(settings.node_return_s)]
         command = [
             sys.executable,
+            "-P",
             "-m",
             "service.embedded.keeper",
             str(settings.home),
@@ -319,6 +320,7 @@ def start_fork_server(temp_dir: str) -> int:
     path.unlink(missing_ok=True)
     command = [
         sys.executable,
+        "-P",
         "-m",
         "train_fn.ray_train.fork_server",
         str(path),

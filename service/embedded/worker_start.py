@@ -129,7 +129,7 @@ def start_driver(module: str, arguments: list[str]) -> NoReturn:
         request = {**_request([module, *arguments], dict(os.environ)), "module": module}
         answer = request_fork(request, address, (0, 1, 2, os.pidfd_open(os.getpid())))
     if answer is None:
-        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
     driver, server = answer
     for number in _PASSED_ON:
         signal.signal(number, lambda number, _frame: _pass_on(driver, number))
@@ -172,7 +172,7 @@ def main() -> NoReturn:
     if answer is None:
         os.execv(
             sys.executable,
-            [sys.executable, "-m", "ray._private.workers.setup_worker", *sys.argv[1:]],
+            [sys.executable, "-P", "-m", "ray._private.workers.setup_worker", *sys.argv[1:]],
         )
     worker, _connection = answer
     last_as_long_as(worker, raylet)

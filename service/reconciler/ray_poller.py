@@ -249,7 +249,7 @@ Entrypoint = Callable[[str, int], str]
 """(run id, submission) -> the shell command of its Ray job."""
 
 
-DRIVER: Final = f'"{RAY_PYTHON}" -m train_fn.driver'
+DRIVER: Final = f'"{RAY_PYTHON}" -P -m train_fn.driver'
 """The driver, with the Python of the cluster's Ray."""
 
 
@@ -258,14 +258,7 @@ def driver_entrypoint(storage_uri: str, program: str = DRIVER) -> Entrypoint:
     ``program`` of its own for that."""
 
     def command(run_id: str, submission: int) -> str:
-        words = [
-            "--storage",
-            storage_uri,
-            "--run-id",
-            run_id,
-            "--submission",
-            str(submission),
-        ]
+        words = ["--storage", storage_uri, "--run-id", run_id, "--submission", str(submission)]
         return f"{program} {shlex.join(words)}"
 
     return command

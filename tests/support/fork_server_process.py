@@ -18,13 +18,8 @@ class ForkServerProcess:
     def __init__(self, directory: Path, **environ: str) -> None:
         socket, self.log = directory / "s", directory / "log"
         self.address = str(socket)
-        command = [
-            sys.executable,
-            "-m",
-            "train_fn.ray_train.fork_server",
-            self.address,
-            "no_such_module",
-        ]
+        module = "train_fn.ray_train.fork_server"
+        command = [sys.executable, "-P", "-m", module, self.address, "no_such_module"]
         env = {**os.environ, **environ}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stderr=log, env=env)

@@ -168,17 +168,9 @@ class ServiceProcess:
     def launch(self, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start the process without waiting for it to be ready."""
         with (self.home / "serve.log").open("ab") as log:
+            command = [sys.executable, "-P", "-m", "everstep.cli.main", "serve"]
             self.process = subprocess.Popen(
-                [
-                    *self.prefix,
-                    sys.executable,
-                    "-m",
-                    "everstep.cli.main",
-                    "serve",
-                    "--port",
-                    str(self.port),
-                    *self.args,
-                ],
+                [*self.prefix, *command, "--port", str(self.port), *self.args],
                 env={
                     **os.environ,
                     "EVERSTEP_HOME": str(self.home),
@@ -189,11 +181,20 @@ class ServiceProcess:
                     **self.env,
                     **(env or {}),
                 },
+                cwd=self._strange_directory(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
         return self.process
+
+    def _strange_directory(self) -> Path:
+        """Return a directory of somebody else's modules, named like ours: none may be imported."""
+        directory = self.home / "strange"
+        directory.mkdir(exist_ok=True)
+        for name in ("everstep", "service", "storage", "train_fn", "ray"):
+            (directory / f"{name}.py").write_text(f"raise AssertionError('{name}.py of the cwd')")
+        return directory
 
     def start(self, timeout_s: float = START_S) -> None:
         """Start service and cluster, and wait for both."""

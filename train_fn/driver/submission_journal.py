@@ -108,7 +108,7 @@ class WandbRecorder:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "train_fn.journal.wandb_tracking", *self._arguments]
+        command = [sys.executable, "-P", "-m", "train_fn.journal.wandb_tracking", *self._arguments]
         self._process = subprocess.Popen(command, env=self._environ, stdin=subprocess.PIPE)
 
     def close(self, timeout_s: float) -> None:

@@ -337,7 +337,7 @@ def level_0(node_id: str, *, own: bool = False) -> Forker:
             return Forker(path)
         path.unlink(missing_ok=True)
         process = subprocess.Popen(
-            [sys.executable, "-m", "train_fn.ranks.zygote", str(path)],
+            [sys.executable, "-P", "-m", "train_fn.ranks.zygote", str(path)],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

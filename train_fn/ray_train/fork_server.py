@@ -116,10 +116,9 @@ def become_worker(request: dict[str, Any]) -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
     if module is None:
-        sys.path[0] = str(Path(sys.argv[0]).parent)
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
-        sys.path[0] = request["directory"]
         zygote.show_as(["python", "-m", module, *sys.argv[1:]])
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 

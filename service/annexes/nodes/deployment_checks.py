@@ -40,16 +40,9 @@ class DeploymentChecks:
     async def start(self, all_reduce_s: float) -> DeploymentCheck:
         """Submit a check. Raises RayError."""
         check_id = new_id("check", self._clock())
-        words = [
-            "-m",
-            "train_fn.deployment_check",
-            "--storage",
-            self._storage.uri,
-            "--check-id",
-            check_id,
-        ]
+        words = ["--storage", self._storage.uri, "--check-id", check_id]
         options = shlex.join([*words, "--all-reduce-s", f"{all_reduce_s:g}"])
-        command = f'"{RAY_PYTHON}" {options}'
+        command = f'"{RAY_PYTHON}" -P -m train_fn.deployment_check {options}'
         await self._cluster().submit(check_id, command, {"name": NAME})
         return await self._answer(check_id, "running")
 

@@ -58,7 +58,7 @@ def test_serve_becomes_the_service_with_the_same_options(
     assert result.exit_code == 0, result.output
     [(arguments, environ)] = became
     # Nothing of what was given stays in the list of processes.
-    assert arguments == [sys.executable, "-m", "service.process.serve"]
+    assert arguments == [sys.executable, "-P", "-m", "service.process.serve"]
     read = ServeOptions.read(environ)
     assert (read.host, read.port, read.nodes, read.cpus_per_node) == ("0.0.0.0", 9000, 4, 2)
     assert read.node_return_s == 5

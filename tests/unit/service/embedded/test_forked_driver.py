@@ -46,7 +46,8 @@ sys.exit(3)
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServerProcess]:
     (tmp_path / "server").mkdir()
-    made = ForkServerProcess(tmp_path / "server", EVERSTEP_CLUSTER_DIR="/tmp/es-test")
+    environ = {"EVERSTEP_CLUSTER_DIR": "/tmp/es-test", "PYTHONPATH": str(tmp_path)}
+    made = ForkServerProcess(tmp_path / "server", **environ)
     yield made
     made.kill()
 
@@ -57,7 +58,8 @@ class Job:
     def __init__(self, server: ForkServerProcess | None, directory: Path, *arguments: str) -> None:
         (directory / "its_driver.py").write_text(JOB)
         self.out = directory / "said.json"
-        variables = {} if server is None else {FORK_SERVER_VARIABLE: server.address}
+        variables = {"PYTHONPATH": str(directory)}
+        variables |= {} if server is None else {FORK_SERVER_VARIABLE: server.address}
         self.process = subprocess.Popen(
             [
                 sys.executable,
