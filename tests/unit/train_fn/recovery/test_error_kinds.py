@@ -250,12 +250,6 @@ OF_A_GPU: list[tuple[BaseException, ErrorKind]] = [
 ]
 
 
-@pytest.mark.parametrize(("exc", "kind"), OF_A_GPU)
-def test_faults_of_a_gpu_spend_no_budget_of_the_user(exc: BaseException, kind: ErrorKind) -> None:
-    assert kind_of(exc) is kind
-    assert (VERDICT_OF_KIND.get(kind) is Verdict.USER_ERROR) == (kind is ErrorKind.USER)
-
-
 HALF_READ = [ConnectionResetError, FileNotFoundError, EOFError]
 LOADER = ("torch.utils.data.dataloader", "/x/torch/utils/data/dataloader.py", "_try_get_data")
 PIPE = ("multiprocessing.connection", "/x/multiprocessing/connection.py", "recv")
