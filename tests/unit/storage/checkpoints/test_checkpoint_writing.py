@@ -7,6 +7,7 @@ import pytest
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import (
     CheckpointExists,
+    CheckpointReplaced,
     InvalidStorage,
     StorageFull,
 )
@@ -54,6 +55,27 @@ def test_an_exception_while_writing_leaves_nothing(run_dir: RunDir) -> None:
         for entry in run_dir.files.list("runs/run_a/checkpoints")
         if entry.name.startswith(".")
     ] == []
+
+
+def test_a_writer_that_was_replaced_cannot_commit(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
+    slow = store.begin(50, 1, 1)
+    with slow.write_file("model.pt") as file:
+        file.write(b"slow")
+    new = store.begin(50, 1, 1)
+    with new.write_file("model.pt") as file:
+        file.write(b"new")
+    facts = {"epoch": 0, "parent": None, "world_size": 1, "sample_digest": None, "metrics": {}}
+    with pytest.raises(CheckpointReplaced):
+        slow.write_file("more.pt")
+    with pytest.raises(CheckpointReplaced):
+        slow.commit(**facts)  # type: ignore[arg-type]
+    slow.abort()
+    new.commit(**facts)  # type: ignore[arg-type]
+    assert store.read_file(new.name, "model.pt") == b"new"
+    slow.abort()
+    new.abort()
+    store.verify(new.name)
 
 
 def test_a_file_that_was_not_written_whole_is_not_committed(

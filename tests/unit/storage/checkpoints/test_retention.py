@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -135,6 +136,13 @@ def test_retention_counts_what_is_there_now(run_dir: RunDir) -> None:
         "kept are the newest by commit, and by step"
     )
     assert store.list() == [again, written]
+
+
+def test_the_best_by_a_metric_is_kept(run_dir: RunDir) -> None:
+    measured = {10: 0.5, 20: 0.9, 30: 0.7}
+    names = [save(run_dir, step, metrics={"score": value}).name for step, value in measured.items()]
+    best_by: tuple[str, Literal["max"]] = ("score", "max")
+    assert CheckpointStore(run_dir).retain(1, None, best_by=best_by) == names[:1]
 
 
 def test_a_sound_checkpoint_below_a_corrupt_one_is_kept(run_dir: RunDir) -> None:

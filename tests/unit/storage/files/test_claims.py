@@ -3,6 +3,7 @@ begun, whoever is held up."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,12 @@ def test_one_process_has_a_submission(run_dir: RunDir, monkeypatch: pytest.Monke
     ):
         claim_submission(run_dir, 1)
     claim_submission(run_dir, 2)
+
+
+def test_a_forked_process_claims_in_another_name() -> None:
+    mine = claims.process_nonce()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(claims.process_nonce) != mine == claims.process_nonce()
 
 
 def test_an_attempt_hears_of_its_successors_from_the_storage_alone(
