@@ -3,8 +3,6 @@ storage is put back, and a checkpoint goes away from which another run begins.""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from tests.support.digits_run import STEPS_PER_EPOCH
 from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
-BACKUP = Path(__file__).parents[2] / "deploy" / "backup.sh"
 
 
 def spec(name: str, epochs: int, ranks: int = 2, **sections: Any) -> dict[str, Any]:
@@ -111,104 +108,6 @@ def test_full_shared_memory_costs_at_most_the_steps_since_the_checkpoint() -> No
         failures = run.failures()
         assert {failure.verdict for failure in failures} == {"worker_lost"}
         assert all((failure.steps_lost or 0) <= 35 for failure in failures)
-
-
-# ---------------------------------------------------------------- older copies
-
-
-def put_back(service: ServiceProcess, copy: Path) -> None:
-    """An operator's hands: the file of an older database, in the place of the present one."""
-    service.kill()
-    for path in service.home.glob("everstep.db*"):
-        path.unlink()
-    shutil.copy(copy / "everstep.db", service.home / "everstep.db")
-    service.start()
-
-
-def test_an_older_database_put_back_under_running_jobs(tmp_path: Path) -> None:
-    """What trains goes on. A run of which the storage is further is told, and goes on once the
-    operator has said so; one that the database does not know is listed and left alone."""
-    with ServiceProcess(nodes=3) as service:
-        client = service.client()
-        steady = client.runs.create(spec("steady", 150, ranks=1))
-        paused = client.runs.create(spec("paused", 150, ranks=1))
-        reach(steady, 40)
-        reach(paused, 40)
-        backup = [BACKUP, tmp_path / "copy", service.home / "everstep.db"]
-        subprocess.run(backup, check=True, timeout=200)
-        paused.pause()
-        wait_for(lambda: paused.refresh().status == RunStatus.PAUSED, 120, "the pause")
-        paused.resume()
-        wait_for(lambda: paused.refresh().submission == 2, 120, "the second submission")
-        unknown = client.runs.create(spec("unknown", 60, ranks=1))
-        reach(unknown, 20)
-        put_back(service, tmp_path / "copy")
-
-        assert client.storage.status().unknown_runs == (unknown.id,)
-        with pytest.raises(EverstepError):
-            unknown.refresh()
-        steady.wait(timeout_s=300)
-        require_whole(steady, 150)
-        assert steady.submission == 1
-        wait_for(
-            lambda: [one.run_id for one in client.storage.status().behind] == [paused.id],
-            60,
-            "the run whose storage is further",
-        )
-        client.storage.adopt()
-        paused.wait(timeout_s=300)
-        require_whole(paused, 150)
-        journal = service.home / "storage" / "runs" / unknown.id / "events" / "s001.jsonl"
-        wait_for(lambda: b'"succeeded"' in journal.read_bytes(), 200, "the unknown run's end")
-
-
-def put_back_storage(service: ServiceProcess, copy: Path, aside: Path) -> None:
-    storage = service.home / "storage"
-    storage.rename(aside)
-    shutil.copytree(copy, storage, symlinks=True)
-
-
-def test_an_older_storage_put_back_is_noticed_and_goes_on_once_it_is_adopted(
-    tmp_path: Path,
-) -> None:
-    with ServiceProcess(nodes=2) as service:
-        run = service.client().runs.create(spec("older", 60))
-        reach(run, 40)
-        shutil.copytree(service.home / "storage", tmp_path / "older", symlinks=True)
-        reach(run, 130)
-        service.stop()
-        put_back_storage(service, tmp_path / "older", tmp_path / "newer")
-        service.start()
-        wait_for(
-            lambda: getattr(run.refresh().reason, "code", "") == "storage_unavailable",
-            200,
-            "the reason",
-        )
-        assert "checkpoint" in str(run.reason)
-        service.client().storage.adopt()
-        run.wait(timeout_s=300)
-        require_whole(run, 60)
-
-
-def test_a_run_ends_whole_whose_storage_becomes_an_older_one_meanwhile(tmp_path: Path) -> None:
-    """Its processes save and journal by name, and what they find there is older."""
-    with ServiceProcess(nodes=2) as service:
-        run = service.client().runs.create(spec("older", 60))
-        reach(run, 40)
-        shutil.copytree(service.home / "storage", tmp_path / "older", symlinks=True)
-        reach(run, 130)
-        put_back_storage(service, tmp_path / "older", tmp_path / "newer")
-        kill_a_rank(service, run)
-        strike(Fault("driver_killed", 0, 1.0, 0.0), service, run)
-
-        def is_told_or_over() -> bool:
-            code = getattr(run.refresh().reason, "code", "")
-            return run.status.terminal or code == "storage_unavailable"
-
-        wait_for(is_told_or_over, 300, f"the end of {run.id}")
-        service.client().storage.adopt()
-        run.wait(timeout_s=300)
-        require_whole(run, 60)
 
 
 # ---------------------------------------------------------------- forks

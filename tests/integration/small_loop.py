@@ -2,9 +2,8 @@
 model of any use.
 
 What it does is written in ``spec.tags``: ``step_ms``, ``steps``, ``raise_at`` (a step at which rank
-0 raises), ``device_fails_at`` (a step at which the GPU of a rank 1 fails), ``hang_at`` (a step at
-which rank 1 of the first attempt never gets on), ``tell`` (a variable whose value is printed and
-raised).
+0 raises), ``hang_at`` (a step at which rank 1 of the first attempt never gets on), ``tell`` (a
+variable whose value is printed and raised).
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ def train(ctx: WorkerContext) -> Stop | None:
             if stop is not None:
                 _save(ctx, step)
                 return stop
-            if ctx.world_rank == 1 and step == int(tags.get("device_fails_at", -1)):
-                raise torch.AcceleratorError("CUDA error: unspecified launch failure")
             if ctx.world_rank == 0 and step == int(tags.get("raise_at", -1)):
                 raise ValueError(f"the data of step {step} is spoilt{suffix}")
             while ctx.world_rank == 1 and ctx.attempt == 1 and step == int(tags.get("hang_at", -1)):

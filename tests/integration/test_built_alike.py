@@ -102,13 +102,6 @@ def test_what_differs_over_ranks_is_named_before_a_step(
     assert not outcomes[0].losses
 
 
-def test_the_rank_that_differs_of_three_is_named(tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        Job(make_run_dir(tmp_path), make_spec(), 3, setup=f"{HERE}:other_validation"), tmp_path
-    )
-    assert {"rank 1 has another validation sample 3" in said for said in errors(outcomes)} == {True}
-
-
 def test_samples_that_are_augmented_by_a_generator_of_their_own_are_not_refused(
     tmp_path: Path,
 ) -> None:

@@ -43,28 +43,6 @@ def nodes_of(run: RunHandle) -> list[str]:
 
 
 @pytest.mark.chaos
-def test_a_drained_node_s_ranks_move_and_lose_no_step(client: Client) -> None:
-    run = client.runs.create(digits("drained", epochs=60))
-    wait_for_step(run, 25)
-    leaving = nodes_of(run)[1]
-    assert client.nodes.drain(leaving, deadline_s=120, reason="maintenance").state == "DRAINING"
-    drained = client.nodes.wait_drained(leaving, timeout_s=120)
-    assert (drained.state, drained.runs) == ("DRAINED", ())
-    wait_for(lambda: len(run.attempts()) == 2, 120, "the second attempt")
-    assert leaving not in nodes_of(run) and len(nodes_of(run)) == 2
-    run.wait(timeout_s=240)
-
-    assert run.status == "SUCCEEDED" and run.step == 60 * 12
-    assert (run.restarts, run.steps_lost) == (1, 0)
-    [failure] = run.failures()
-    assert (failure.verdict, failure.node_id, failure.steps_lost) == ("preemption", leaving, 0)
-    assert (failure.world_size_before, failure.world_size_after) == (2, 2)
-    assert_every_sample_counted_once(run, epochs=60)
-    steps = [step for step, _, _ in run.metrics("loss", max_points=1000)["loss"]]
-    assert steps == list(range(1, 60 * 12 + 1))
-
-
-@pytest.mark.chaos
 def test_a_drain_without_other_room_frees_the_node_and_the_run_goes_on_once_it_may(
     service: ServiceProcess, client: Client
 ) -> None:

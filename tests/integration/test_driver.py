@@ -3,12 +3,10 @@ way."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,13 +17,10 @@ from everstep.spec.sections import RecoverySpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.logs.journal import read_journal
-from storage.logs.rank_logs import read_rank_logs
-from storage.run_dir import CheckpointName
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster
 from tests.support.small_disk import mounted_small_disk
 from tests.support.two_groups import only_in_chaos
-from train_fn.checkpoints.saver import REPORT_EVERY_S
 from train_fn.node.node_dir import shared_memory_root
 
 pytestmark = pytest.mark.timeout(600)
@@ -70,102 +65,6 @@ def check_lossless(run: DrivenRun, total_steps: int) -> None:
     for epoch in run.of(EventKind.EPOCH_COMPLETED):
         assert (epoch.data["duplicates"], epoch.data["missing"]) == (0, 0)
         assert epoch.data["used_once"] == epoch.data["samples"]
-
-
-@pytest.mark.chaos
-def test_ray_train_takes_reports_at_once_though_it_asks_ranks_seldom(begin: Begin) -> None:
-    run = begin(
-        spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 50}),
-        EVERSTEP_RECOVERY_ASK_RANKS_S="3600",
-    )
-    listed = Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json")
-
-    def newest() -> int:
-        with suppress(FileNotFoundError, ValueError):  # Ray overwrites it in place
-            name = json.loads(listed.read_text())["latest_checkpoint_result"]["checkpoint_dir_name"]
-            found = CheckpointName.parse(name.removeprefix("checkpoints/"))
-            return found.step if found else 0
-        return 0
-
-    run.wait_for(lambda: newest() == 50, "Ray Train's word of the first checkpoint")
-    steps = [50]
-
-    def is_told_of_more() -> bool:
-        if (found := newest()) > steps[-1]:
-            steps.append(found)
-        return len(steps) == 3
-
-    run.wait_for(
-        is_told_of_more,
-        (
-            "Ray Train's word of two later ones, of a run that saves far more often than Ray is "
-            "to be "
-            "told"
-        ),
-    )
-
-    def committed_at() -> dict[int, float]:
-        return {event.data["step"]: event.at for event in run.of(EventKind.CHECKPOINT_COMMITTED)}
-
-    run.wait_for(
-        lambda: committed_at().keys() >= set(steps),
-        "the journal's word of them, which may come after Ray's",
-    )
-    committed = committed_at()
-    assert all(
-        committed[later] - committed[earlier] > REPORT_EVERY_S / 2
-        for earlier, later in pairwise(steps)
-    ), steps
-    assert not any("SynchronizationActor" in title for _, title in run.cluster_actors()), (
-        "nobody meets there"
-    )
-
-
-@pytest.mark.chaos
-def test_a_killed_rank_costs_no_step_and_is_named(begin: Begin) -> None:
-    run = begin(spec(train={"epochs": 12, "global_batch_size": 64}))
-    run.wait_for_step(30)
-    victim = run.worker(1)
-    assert victim["node_id"] != run.worker(0)["node_id"]
-    os.kill(victim["pid"], signal.SIGKILL)
-    assert run.wait_for_end() == 0, run.describe()
-    run.check_sequence()
-    failures = run.of(EventKind.FAILURE)
-    assert [
-        (event.data["verdict"], event.data["first_rank"], event.attempt) for event in failures
-    ] == [("worker_lost", 1, 1)]
-    assert failures[0].data["node_id"] == victim["node_id"]
-    assert failures[0].data["evidence"]["pid"] == victim["pid"]
-    check_lossless(run, 12 * 23)
-    recovered = run.last(EventKind.RECOVERED).data
-    assert (recovered["world_size_before"], recovered["world_size_after"]) == (2, 2)
-    assert recovered["recovery_s"] == pytest.approx(sum(recovered["phases"].values()), abs=0.05)
-    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == [
-        "worker_lost",
-        "finished",
-    ]
-    _check_what_a_whole_run_leaves(run, 12 * 23)
-
-
-def _check_what_a_whole_run_leaves(run: DrivenRun, total_steps: int) -> None:
-    """Its first and last event, its last checkpoint, which Ray Train knows too, and each rank's
-    log."""
-    kinds = [event.kind for event in run.events]
-    assert kinds[0] is EventKind.SUBMISSION_STARTED
-    assert kinds[-1] is EventKind.FINISHED
-    finished = {"outcome": "succeeded", "reason": None, "step": total_steps}
-    assert run.last(EventKind.FINISHED).data == finished
-    newest = CheckpointStore(run.run_dir).list()[-1]
-    assert newest.step == total_steps
-    listed = json.loads(
-        Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json").read_text()
-    )
-    known = listed["latest_checkpoint_result"]["checkpoint_dir_name"]
-    assert known == f"checkpoints/{newest.name}"
-    lines, _ = read_rank_logs(run.run_dir)
-    assert {line.rank for line in lines} == {None, 0, 1}
-    assert {line.attempt for line in lines if line.rank == 0} == {1, 2}
-    assert any("rank 1 of 2" in line.message for line in lines if line.rank == 1)
 
 
 def test_a_killed_node_costs_no_step_and_a_new_one_is_grown_onto(
@@ -270,39 +169,6 @@ def test_a_killed_controller_is_replaced(begin: Begin) -> None:
         "finished",
     ]
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
-
-
-@pytest.mark.chaos
-def test_a_gpu_that_fails_is_nobodys_fault_and_the_run_goes_on_elsewhere(begin: Begin) -> None:
-    run = begin(small_spec(60, 5, device_fails_at="40"), small=True)
-    assert run.wait_for_end() == 0, run.describe()
-    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
-    [failure] = [event.data for event in run.of(EventKind.FAILURE)]
-    assert (failure["verdict"], failure["first_rank"], failure["step"]) == ("hardware", 1, 40)
-    assert (failure["budget"], failure["action"]) == (
-        "system_failures",
-        "restart at once elsewhere",
-    )
-    assert "nvidia-smi" in failure["evidence"]["device"]["problem"], "this machine has none"
-    after = run.of(EventKind.ATTEMPT_STARTED)[1].data["workers"]
-    assert failure["node_id"] not in {worker["node_id"] for worker in after}
-
-
-@pytest.mark.chaos
-def test_a_survivor_gives_its_state_from_a_node_on_which_ray_starts_nothing(
-    begin: Begin, cluster: RayCluster
-) -> None:
-    run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}))
-    run.wait_for_step(20)
-    drained, killed = run.worker(0), run.worker(1)
-    cluster.drain_node(drained["node_id"], deadline_s=120)
-    os.kill(killed["pid"], signal.SIGKILL)
-    run.wait_for(lambda: run.of(EventKind.RECOVERED), "the step after it")
-    assert [each["node_id"] for each in run.last(EventKind.ATTEMPT_STARTED).data["workers"]] == [
-        killed["node_id"]
-    ]
-    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
-    assert run.last(EventKind.RESTORED).data["source"] == "snapshot"
 
 
 @pytest.mark.parametrize("how", ["stopped process", *only_in_chaos("endless loop")])

@@ -3,7 +3,6 @@ bit."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
-from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import (
@@ -24,7 +22,6 @@ from tests.integration.test_exactness import (
     merged_losses,
 )
 from tests.integration.test_exactness_precision import TRAINEES
-from tests.support.storage_places import event, save
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.snapshots.store import Label, SnapshotStore, node_snapshots
 
@@ -159,16 +156,6 @@ def test_what_is_published_is_the_state_of_its_step_and_the_run_goes_on_from_it(
     assert not (shared_memory_root() / broken.run_id).exists()
 
 
-def test_a_newer_checkpoint_beats_an_older_snapshot(tmp_path: Path) -> None:
-    run_dir, spec = make_run_dir(tmp_path), make_spec()
-    once = f"{TRAINEES}:publishing_once"
-    kill_alone(Job(run_dir, spec, 1, killed=(0, 14), killed_after=10, setup=once), tmp_path)
-    assert [label.step for label in published(run_dir)[1]] == [1]
-    resumed = train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path)
-    restored = restored_in(resumed)
-    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
-
-
 def test_a_spoilt_snapshot_is_told_of_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec(eval_every_epochs=2)
     kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
@@ -183,21 +170,6 @@ def test_a_spoilt_snapshot_is_told_of_and_the_one_before_it_is_taken(tmp_path: P
     assert f"step {labels[-1].step} " in restored["rejected"][0]["name"]
 
 
-def test_a_newer_checkpoint_that_is_spoilt_does_not_send_the_run_back_past_its_snapshot(
-    tmp_path: Path,
-) -> None:
-    run_dir, spec = make_run_dir(tmp_path), make_spec(eval_every_epochs=2)
-    kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
-    store, [*_, newest] = published(run_dir)
-    spoilt = save(run_dir, 20).name
-    (Path(CheckpointStore(run_dir).path(spoilt)) / "model.pt").write_bytes(b"spoilt")
-    restored = restored_in(train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path))
-    assert newest.step > 10, "the checkpoint of step 10 is sound"
-    assert (restored["source"], restored["step"]) == ("snapshot", newest.step)
-    assert [entry["name"] for entry in restored["rejected"]] == [spoilt]
-    assert not store.directory.exists()
-
-
 def test_a_run_that_the_node_cannot_keep_says_so_and_trains(tmp_path: Path) -> None:
     setup = f"{TRAINEES}:too_little_shared_memory"
     outcome = train_to_end(
@@ -208,51 +180,3 @@ def test_a_run_that_the_node_cannot_keep_says_so_and_trains(tmp_path: Path) -> N
     [event] = outcome.of_kind(EventKind.SNAPSHOTS)
     assert (event["step"], event["snapshots"]) == (1, "none")
     assert "does not fit" in event["problem"]
-
-
-def test_a_snapshot_from_before_a_detour_is_no_part_of_the_run(tmp_path: Path) -> None:
-    """Attempt 2 ran where it could not see attempt 1's snapshots; attempt 3 meets them again."""
-    run_dir, spec = make_run_dir(tmp_path), make_spec()
-    first = Job(run_dir, spec, 1, killed=(0, 18), killed_after=10, setup=ALL_THE_TIME)
-    kill_alone(first, tmp_path)
-    store, labels = published(run_dir)
-    hidden = store.directory.rename(store.directory.with_name("away"))
-    kill_alone(
-        Job(run_dir, spec, 1, attempt=2, killed=(0, 11), setup=f"{TRAINEES}:publishing_nothing"),
-        tmp_path,
-    )
-    hidden.rename(store.directory)
-    data = {
-        "step": 10,
-        "epoch": 0,
-        "source": "checkpoint",
-        "checkpoint": "step-000000010.s001.a001",
-        "rejected": [],
-    }
-    with JournalWriter(run_dir, 1) as journal:
-        journal.append([dataclasses.replace(event(1, EventKind.RESTORED, data=data), attempt=2)])
-
-    restored = restored_in(train_to_end(Job(run_dir, spec, 1, attempt=3), tmp_path))
-    assert labels[-1].step > 10
-    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
-    assert [entry["problem"] for entry in restored["rejected"]] == [
-        "a later attempt went on from step 10"
-    ] * 2
-
-
-def test_a_language_model_goes_on_from_checkpoints_and_snapshots_bit_for_bit(
-    tmp_path: Path,
-) -> None:
-    whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
-    spec = make_text_spec(tmp_path)
-    reference = train_to_end(Job(whole, spec, 1), tmp_path)
-    assert reference.losses[LAST_STEP] < reference.losses[1]
-    [started] = reference.of_kind(EventKind.TRAINING_STARTED)
-    assert started["steps_per_epoch"] < LAST_STEP, "an epoch ends on the way"
-
-    first = train_to_end(Job(broken, spec, 1, stopped=("pause", 6)), tmp_path)
-    kill_alone(Job(broken, spec, 1, submission=2, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
-    last = train_to_end(Job(broken, spec, 1, submission=2, attempt=2), tmp_path)
-    assert restored_in(last)["source"] == "snapshot"
-    assert merged_losses(reference, first, last) == reference.losses
-    assert_same(final_state(whole), final_state(broken))

@@ -109,17 +109,6 @@ class UndeterminedLater(Task):
         return super().loss(model, batch)
 
 
-class Short(Task):
-    length = 32
-
-    def build_datasets(self) -> dict[str, Any]:
-        return {"train": LongRows(self.length), "val": None}
-
-
-class Long(Short):
-    length = 48
-
-
 def _use(task: type[Task]) -> None:
     build.build_task = lambda spec: task()
 
@@ -162,14 +151,6 @@ def undetermined_later() -> None:
 
 def plain() -> None:
     _use(Task)
-
-
-def short() -> None:
-    _use(Short)
-
-
-def long() -> None:
-    _use(Long)
 
 
 def job_of(setup: str, world_size: int, tmp_path: Path, **changes: Any) -> Job:
@@ -242,16 +223,3 @@ def test_a_run_promises_no_more_than_the_determinism_that_its_task_leaves(
 ) -> None:
     outcome = train_to_end(job_of(setup, 1, tmp_path), tmp_path)
     assert outcome.of_kind(EventKind.TRAINING_STARTED)[0]["reproducible"] == reproducible
-
-
-@pytest.mark.parametrize("world_size", [2, *only_in_chaos(1, 3)])
-def test_data_of_another_length_in_the_next_attempt_is_refused(
-    world_size: int, tmp_path: Path
-) -> None:
-    first = run_ranks(job_of("short", 2, tmp_path, killed=(1, 3)), tmp_path)
-    assert list(first[0].losses) == [1, 2, 3]
-    job = job_of("long", world_size, tmp_path, attempt=2)
-    job = Job(**{**vars(job), "run_dir": make_run_dir(tmp_path, "run_short_2")})
-    errors = errors_of(run_ranks(job, tmp_path))
-    assert {error.type for error in errors} == {"DataChanged"}
-    assert "it was LongRows/32, now it is LongRows/48" in errors[0].message

@@ -103,13 +103,6 @@ class Penalised(Plain):
         return F.mse_loss(out, y, reduction="sum") + penalty, len(y)
 
 
-class Parametrised(Plain):
-    def build_model(self) -> nn.Module:
-        model: nn.Module = super().build_model()
-        nn.utils.parametrizations.weight_norm(model[0])  # type: ignore[index]
-        return model
-
-
 class Tied(Plain):
     def build_model(self) -> nn.Module:
         def build() -> nn.Module:
@@ -144,17 +137,6 @@ class Slows(Plain):
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         self.optimizer.param_groups[0]["momentum"] *= 0.9
         return super().loss(model, batch)
-
-
-class SlowsByEpoch(Plain):
-    """The same, where every rank does it alike."""
-
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        return self.optimizer
-
-    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
-        self.optimizer.param_groups[0]["weight_decay"] = 0.1
 
 
 class Clamps(Plain):
@@ -198,10 +180,8 @@ TASKS = {
         Complex,
         Reentrant,
         Penalised,
-        Parametrised,
         Tied,
         Compiled,
-        SlowsByEpoch,
         StopsDropout,
         Slows,
         Clamps,
@@ -242,8 +222,6 @@ def plain_losses(name: str) -> dict[int, float]:
             (loss / weight).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses[len(losses) + 1] = loss.item() / weight
-        if name == "slowsbyepoch":
-            optimizer.param_groups[0]["weight_decay"] = 0.1
     return losses
 
 
@@ -251,7 +229,7 @@ def plain_losses(name: str) -> dict[int, float]:
     "name",
     [
         *("sparse", "reentrant", "tied", "compiled"),
-        *only_in_chaos("complex", "penalised", "parametrised", "slowsbyepoch"),
+        *only_in_chaos("complex", "penalised"),
     ],
 )
 def test_it_is_what_plain_torch_computes_at_every_world_size(name: str, tmp_path: Path) -> None:

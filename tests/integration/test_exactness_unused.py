@@ -128,15 +128,6 @@ def test_parameters_that_a_step_does_not_use_are_skipped_where_that_is_allowed(
     assert not torch.allclose(model.heads[2].weight, decayed.heads[2].weight, rtol=1e-3)  # type: ignore[index,union-attr]
 
 
-def test_ranks_that_lose_a_peer_go_on_with_the_same_values(tmp_path: Path) -> None:
-    """Also over the boundary where the exchange of one rank is completed late."""
-    run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:heads_by_kind"
-    survivors = run_ranks(Job(run_dir, heads_spec(), 2, setup=setup, killed=(1, 11)), tmp_path)
-    resumed = train_to_end(Job(run_dir, heads_spec(), 3, setup=setup, attempt=2), tmp_path)
-    losses, _ = plain_torch(HeadsByKind())
-    assert survivors[0].losses | resumed.losses == pytest.approx(losses, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("world_size", "setup"),
     [

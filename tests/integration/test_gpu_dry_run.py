@@ -73,12 +73,6 @@ def test_a_part_that_breaks_or_stalls_fails_and_the_next_one_runs(
     assert [each["word"] for each in verdicts] == ["FAIL"] * 3
 
 
-def test_no_part_begins_once_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ten_minutes.main(["--device", "cpu", "--minutes", "0", "snapshots"]) == 0
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("NOT RUN snapshots") and "minutes are over" in line
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_every_part_says_that_it_was_not_run(
     capsys: pytest.CaptureFixture[str],
@@ -87,14 +81,6 @@ def test_without_a_gpu_every_part_says_that_it_was_not_run(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(ten_minutes.LIMITS_S)
     assert all(line.startswith("NOT RUN ") and "no CUDA device" in line for line in lines)
-
-
-def test_an_unknown_part_is_refused_with_the_names_of_all(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        ten_minutes.main(["speeed"])
-    assert "no part is named speeed; use survivors, " in capsys.readouterr().err
 
 
 def test_only_a_gpu_passes(tmp_path: Path) -> None:

@@ -92,16 +92,6 @@ def test_pause_and_resume_go_on_from_the_very_step(service: ServiceProcess) -> N
     assert_every_sample_counted_once(run, epochs=12)
 
 
-def test_an_error_of_the_data_is_the_users(service: ServiceProcess) -> None:
-    spec = digits("no such data", epochs=1)
-    spec["task"]["data"] = {"name": "image_folder", "args": {"root": "/nowhere/to/be/found"}}
-    run = service.client().runs.create(spec)
-    with pytest.raises(RunFailed, match="user_error"):
-        run.wait(timeout_s=240)
-    assert run.failures()[-1].verdict == "user_error"
-    assert "/nowhere/to/be/found" in (run.failures()[-1].exception or "")
-
-
 @pytest.mark.core
 def test_a_killed_rank_costs_nothing_that_counts_and_a_broken_stream_shows_all_of_it_once(
     service: ServiceProcess,

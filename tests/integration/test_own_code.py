@@ -166,22 +166,6 @@ def test_a_train_fn_goes_on_from_its_own_checkpoint(
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
 
-def test_an_interface_that_no_node_has_ends_the_run_by_its_name(
-    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
-) -> None:
-    code = {"task": "task:DigitsTask", "args": {"width": 32}}
-    run = begin(
-        started, cluster, tmp_path, example("own_task"), code, env={"GLOO_SOCKET_IFNAME": "ens7"}
-    )
-    assert run.wait_for_end() == 0, run.describe()
-    assert {event.data["verdict"] for event in run.of(EventKind.FAILURE)} == {"user_error"}
-    assert (
-        "GLOO_SOCKET_IFNAME=ens7 names no network interface of node"
-        in run.last(EventKind.FAILURE).data["exception"]
-    )
-    assert run.last(EventKind.FINISHED).data["reason"]["code"] == "user_error"
-
-
 def test_sharded_training_goes_on_from_every_rank_s_part(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -45,10 +44,6 @@ def serve(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=120, check=False
     )
-
-
-def storage_of(service: ServiceProcess) -> str:
-    return str(service.home / "storage")
 
 
 @pytest.fixture
@@ -321,45 +316,3 @@ def test_what_cannot_work_is_refused_with_the_way_out(
     assert said in refused.stderr
     assert "Traceback" not in refused.stderr
     assert not (home / "cluster.json").exists()
-
-
-@pytest.mark.chaos
-def test_a_service_with_a_new_database_leaves_another_s_storage_alone(
-    service: ServiceProcess, home: Path
-) -> None:
-    """It ends before it starts a cluster. Only the operator's word makes it take the storage, and
-    then the first one says that it has lost it."""
-    node = next(one for one in api(service, "GET", "/v1/cluster")["nodes"] if not one["is_head"])
-    marks = service.home / "storage" / "cluster" / "nodes.json"
-    with service.tidy_client() as client:
-        client.nodes.cordon(node["id"], reason="dust")
-        before = marks.read_bytes()
-        ended = serve(home, "--storage", storage_of(service))
-        assert ended.returncode == 2 and marks.read_bytes() == before
-        storage_id = client.storage.status().found_id
-        for named in (str(service.home), str(home), f"--adopt-storage {storage_id}"):
-            assert named in ended.stderr
-        assert not (home / "cluster.json").exists()
-        assert client.storage.status().problem is None
-
-        args = ("--storage", storage_of(service), "--adopt-storage", str(storage_id))
-        try:
-            with ServiceProcess(nodes=1, args=args) as second:
-                marked = {one["id"]: one["reason"] for one in _marks(marks)}
-                assert marked == {node["id"]: "dust"}, "of a cluster that the second has not"
-                assert api(second, "GET", "/v1/storage")["problem"] is None
-                lost = client.storage.status().problem
-                assert lost is not None and str(second.home) in lost
-                answer = httpx.get(f"{service.url}/readyz", timeout=30, trust_env=False)
-                assert (answer.status_code, answer.json()["storage"]) == (503, "down")
-        finally:
-            client.storage.adopt()
-        wait_for(
-            lambda: httpx.get(f"{service.url}/readyz", timeout=30).status_code == 200, 30, "storage"
-        )
-        assert node["id"] in marks.read_text()
-
-
-def _marks(path: Path) -> list[dict[str, Any]]:
-    nodes = json.loads(path.read_bytes())["nodes"]
-    return [{"id": node_id, **fields} for node_id, fields in nodes.items()]

@@ -161,22 +161,6 @@ def test_a_step_that_passed_no_gate_is_not_reported(
 
 
 @pytest.mark.chaos
-def test_a_second_death_before_the_first_gate_costs_nothing(
-    tmp_path: Path, twin: tuple[LoopJob, Ended]
-) -> None:
-    """What the first death left stays until the new group holds the same."""
-    job = job_of(tmp_path, "twice")
-    start(replace(job, killed=(2, 6, "gate"), mates=(1,)))
-    lose(job, "b")
-    start(replace(job, nodes=("a", "c", "c"), killed=(1, 6, "forward"), mates=(2,)))
-    assert restored(job)["step"] == 6
-    lose(job, "c")
-    ended = train_to_end(replace(job, nodes=("a", "d", "e")))
-    assert (restored(job)["source"], restored(job)["step"]) == ("snapshot", 6)
-    require_like(job, ended, twin)
-
-
-@pytest.mark.chaos
 def test_a_stop_saves_all_pieces_and_the_run_goes_on(
     tmp_path: Path, twin: tuple[LoopJob, Ended]
 ) -> None:
@@ -252,29 +236,6 @@ def test_what_is_left_of_a_run_without_a_service_becomes_a_checkpoint(
     assert {*found} == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
     for name, value in found.items():
         np.testing.assert_array_equal(value.numpy(), ended.values[name.replace(".", "_")])
-
-
-@pytest.mark.chaos
-def test_another_run_begins_from_a_checkpoint_in_pieces_at_any_size(
-    tmp_path: Path, twin: tuple[LoopJob, Ended]
-) -> None:
-    """With the weights, moments and place in the data of the other run; at the same size, its very
-    bits. The other run lies in the same storage."""
-    directory = twin[0].directory
-    whole = train_to_end(job_of(directory, "longer", steps=STEPS + 4))
-    same = job_of(directory, "fork", steps=STEPS + 4, origin=twin[0].run_id)
-    ended = train_to_end(same)
-    found = restored(same)
-    assert (found["source"], found["step"]) == ("fork", STEPS)
-    assert found["origin"]["run_id"] == twin[0].run_id
-    assert ended.weights == whole.weights and {*losses(same)} == {*range(STEPS + 1, STEPS + 5)}
-    other = job_of(directory, "other", steps=STEPS + 4, origin=twin[0].run_id)
-    other = replace(other, nodes=("a", "b"), world_size=2)
-    start(replace(other, killed=(1, STEPS + 2, "torn")))
-    ended = train_to_end(other)
-    assert restored(other)["source"] == "snapshot"
-    for name, value in whole.values.items():
-        np.testing.assert_allclose(ended.values[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_loop_may_begin_from_what_another_trainer_saved(tmp_path: Path) -> None:

@@ -299,22 +299,17 @@ def test_a_compiled_model_trains_as_without_and_goes_on_after_a_death(
 
 
 @pytest.mark.parametrize(
-    ("setup", "message", "compiled"),
+    ("setup", "message"),
     [
-        ("keeping", "keeps inner.0.weight beside the model", False),
-        ("penalising", "uses weights of a sharded module without calling that module", False),
-        ("scaling_by_rows", "reads a number of a sharded tensor, which is that of this", False),
-        *only_in_chaos(
-            ("penalising", "uses weights of a sharded module without calling that module", True),
-            ("scaling_by_rows", "reads a number of a sharded tensor, which is that of this", True),
-        ),
+        ("keeping", "keeps inner.0.weight beside the model"),
+        ("penalising", "uses weights of a sharded module without calling that module"),
+        ("scaling_by_rows", "reads a number of a sharded tensor, which is that of this"),
     ],
 )
 def test_what_sharding_would_change_in_silence_is_refused(
-    setup: str, message: str, compiled: bool, tmp_path: Path
+    setup: str, message: str, tmp_path: Path
 ) -> None:
     job = replace(job_of(tmp_path, setup), setup=f"{TASKS}:{setup}", world_size=2)
-    job = replace(job, spec=spec(compile=compiled))
     for outcome in run_ranks(replace(job, nodes=("a", "b")), tmp_path):
         assert isinstance(outcome.error, StepFailed)
         assert message in outcome.error.error.message
@@ -464,16 +459,6 @@ def test_replicas_that_go_apart_are_found_before_the_next_step(
     job, first, last = flip_and_begin_again(tmp_path, "hybrid", message)
     assert (restored(last)["source"], restored(last)["step"]) == ("snapshot", 6)
     require_like(hybrid_twin, job, first[0], last)
-
-
-@pytest.mark.chaos
-def test_whole_weights_that_go_apart_are_found_as_with_ddp(
-    tmp_path: Path, optimizer_twin: tuple[Job, Outcome]
-) -> None:
-    message = "rank 2 differs from the others in"
-    job, _, last = flip_and_begin_again(tmp_path, "optimizer", message)
-    assert restored(last)["source"] == "fresh"
-    require_like(optimizer_twin, job, last)
 
 
 def test_replicas_that_differ_are_not_mixed_if_a_death_comes_before_their_gate(

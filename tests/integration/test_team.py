@@ -39,20 +39,3 @@ def test_a_rank_has_its_secret_and_nothing_that_is_kept_has_its_value(
     assert failure["verdict"] == "user_error" and f"is spoilt: {MASK}" in failure["exception"]
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert f"step 1: {MASK}".encode() in kept and VALUE.encode() not in kept
-
-
-def test_a_secret_that_is_missing_fails_the_run_and_is_named(
-    cluster: RayCluster, tmp_path: Path
-) -> None:
-    tags = {"steps": "5", "step_ms": "10"}
-    run = DrivenRun(
-        cluster, tmp_path, spec(tags=tags, secrets={"HUB_TOKEN": "nowhere"}), small=True
-    )
-    try:
-        run.start()
-        assert run.wait_for_end() == 0, run.describe()
-    finally:
-        run.stop()
-    finished = run.last(EventKind.FINISHED).data
-    assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error")
-    assert "secret 'nowhere' is not on this node" in str(run.last(EventKind.FAILURE).data)

@@ -22,7 +22,6 @@ SHARED = {
     ),
     "two_nodes": (
         "test_driver.py",
-        "test_last_save.py",
         "test_listening.py",
         "test_own_code.py",
         "test_own_script.py",

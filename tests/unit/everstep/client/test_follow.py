@@ -160,11 +160,6 @@ def test_heartbeats_keep_a_connection(server: ScriptedServer) -> None:
     assert len(server.to(EVENTS)) == 1
 
 
-def test_a_stream_that_ends_early_goes_on_while_the_run_does(server: ScriptedServer) -> None:
-    server.script[EVENTS] = [streamed(frame(event(1))), streamed(), streamed(frame(ended(2)))]
-    assert seqs(run_of(server)) == [1, 2]
-
-
 def test_following_a_run_that_ended_before_gives_the_rest_and_ends(server: ScriptedServer) -> None:
     server.script[RUN] = [reply(run_answer("CANCELLED"))]
     server.script[EVENTS] = [streamed(), reply({"items": [], "next_cursor": None})]

@@ -30,9 +30,8 @@ from everstep.wire.events import EventKind
 from service.api.auth import ensure_local_token
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
-from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
-from tests.support.api_service import NOON, ApiService, Journal, spec
+from tests.support.api_service import ApiService, Journal, spec
 from tests.unit.service.api.test_api_checkpoints import save
 
 
@@ -121,54 +120,6 @@ async def test_waiting_has_an_end(api: ApiService, client: Client) -> None:
     run, _ = await running(api, client)
     with pytest.raises(WaitTimeout, match=r"still RUNNING at step 1 after 0\.3 s"):
         await asyncio.to_thread(run.wait, 0.3)
-
-
-async def test_events_are_followed_live_and_read_again(api: ApiService, client: Client) -> None:
-    run, journal = await running(api, client)
-    following = asyncio.create_task(asyncio.to_thread(lambda: list(run.events(follow=True))))
-    for step in range(2, 12):
-        api.apply(run.id, [journal.steps(step)])
-        await asyncio.sleep(0.03)
-    api.apply(
-        run.id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=11)]
-    )
-    live = await asyncio.wait_for(following, 60)
-    assert [event.seq for event in live] == list(range(1, len(live) + 1))
-    assert live[0].kind == "run_created" and (live[-1].kind, live[-1].data["to"]) == (
-        "status",
-        "SUCCEEDED",
-    )
-    assert await asyncio.to_thread(lambda: list(run.events())) == live
-    assert await asyncio.to_thread(lambda: list(run.events(after=5))) == live[5:]
-    assert await asyncio.to_thread(lambda: list(run.events(after=5, follow=True))) == live[5:]
-    assert await asyncio.to_thread(lambda: list(run.events(after=live[-1].seq, follow=True))) == []
-
-
-async def test_logs_are_followed_until_the_run_has_ended(api: ApiService, client: Client) -> None:
-    run, journal = await running(api, client)
-    directory = RunDir(api.storage, run.id)
-
-    def log(rank: int | None, at: float, message: str) -> None:
-        with RankLogWriter(directory, 1, 1 if rank is not None else 0, rank) as writer:
-            writer.write([LogRecord(NOON + at, "INFO", message)])
-
-    log(None, 0, "driver")
-    log(0, 1, "first")
-    seen: list[str] = []
-    following = asyncio.create_task(
-        asyncio.to_thread(lambda: seen.extend(line.message for line in run.logs(follow=True)))
-    )
-    async with asyncio.timeout(60):
-        while len(seen) < 2:  # noqa: ASYNC110  the lines come in another thread
-            await asyncio.sleep(0.01)
-    log(0, 2, "second")
-    api.apply(run.id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=1)])
-    await asyncio.wait_for(following, 60)
-    assert seen == ["driver", "first", "second"]
-    assert await asyncio.to_thread(lambda: [line.message for line in run.logs(rank=0)]) == [
-        "first",
-        "second",
-    ]
 
 
 async def test_actions_and_what_is_illegal_now(api: ApiService, client: Client) -> None:
@@ -332,16 +283,3 @@ async def test_the_local_token_is_found_and_a_wrong_one_refused(
         assert Client().health()
 
     await asyncio.to_thread(story)
-
-
-async def test_the_handle_shows_the_run_and_nothing_else(client: Client) -> None:
-    run = await asyncio.to_thread(client.runs.create, spec(name="shown"))
-    assert run.id in repr(run) and "shown" in repr(run)
-    assert {name for name in type(run.run).model_fields if not callable(getattr(run, name))} == set(
-        type(run.run).model_fields
-    ) - {
-        "metrics",
-        "goodput",
-    }
-    with pytest.raises(AttributeError, match="stepp"):
-        run.stepp  # type: ignore[attr-defined]  # noqa: B018

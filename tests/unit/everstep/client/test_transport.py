@@ -293,10 +293,6 @@ def test_an_answer_that_is_not_everstep_s_is_called_so(answer: httpx.Response) -
         client(Script(answer)).runs.get(RUN_ID)
 
 
-def test_fields_and_values_of_a_newer_service_are_ignored() -> None:
-    assert client(Script(ok(hologram={"x": 1}))).runs.get(RUN_ID).step == 3
-
-
 def test_a_list_that_never_ends_is_left() -> None:
     script = Script(httpx.Response(200, json={"items": [], "next_cursor": "again"}))
     with pytest.raises(ServiceError, match=r"does not advance \(cursor 'again' repeated\)"):

@@ -81,11 +81,6 @@ def test_all_faults_are_found_at_once() -> None:
             "train.compile",
             "compile is true, and audit_fraction 0.5 needs false",
         ),
-        (
-            spec(train={"audit_fraction": 1.5}),
-            "train.audit_fraction",
-            "less than or equal to 1",
-        ),
         *(
             (
                 spec(train={"sharding": sharding, **train}),
@@ -163,22 +158,11 @@ def test_all_faults_are_found_at_once() -> None:
             "not a package by name",
         ),
         (
-            spec(runtime_env={"pip": ["x @ https://x/x.whl"]}),
-            "runtime_env.pip.0",
-            "not a package by name",
-        ),
-        (spec(runtime_env={"pip": []}), "runtime_env.pip", "at least 1"),
-        (
             spec(runtime_env={"pip": ["x"], "working_dir": "s3://x"}),
             "runtime_env.working_dir",
             "is not a field",
         ),
         (spec(resume_from={"run_id": "run_1", "step": "newest"}), "resume_from.step", "latest"),
-        (
-            spec(resume_from={"run_id": "run_1", "step": -1}),
-            "resume_from.step",
-            "greater than or equal to 0",
-        ),
         (spec(resume_from={"step": 1}), "resume_from.run_id", "is required"),
         ({"name": "a"}, "task", "set either task or code"),
         (spec(code=OWN), "task", "remove task or code"),
@@ -190,16 +174,6 @@ def test_all_faults_are_found_at_once() -> None:
         ),
         (
             {"name": "a", "code": {**OWN, "train_fn": "a:b"}},
-            "code.train_fn",
-            "exactly one of task, script and train_fn",
-        ),
-        (
-            {"name": "a", "code": {**OWN, "script": "train.py"}},
-            "code.train_fn",
-            "exactly one of task, script and train_fn",
-        ),
-        (
-            {"name": "a", "code": {**OWN_FUNCTION, "script": "train.py"}},
             "code.train_fn",
             "exactly one of task, script and train_fn",
         ),
@@ -225,7 +199,6 @@ def test_all_faults_are_found_at_once() -> None:
             "move it to code.config",
         ),
         (spec(checkpoint={"every_steps": "automatic"}), "checkpoint.every_steps", "auto"),
-        (spec(checkpoint={"max_failed_saves": 0}), "checkpoint.max_failed_saves", "greater"),
         (spec(checkpoint={"mtbf_s": 60.0}), "checkpoint.mtbf_s", "is gone"),
         (
             spec(recovery={"rehearse": "require"}),
@@ -253,14 +226,8 @@ def test_all_faults_are_found_at_once() -> None:
             "cannot be stored",
         ),
         (spec(name="../../etc"), "name", "is not a name; use"),
-        (
-            spec(train={"global_batch_size": 10**12}),
-            "train.global_batch_size",
-            "less than or equal",
-        ),
         ([], "", "mapping"),
         (None, "", "mapping"),
-        ("name: a", "", "mapping"),
     ],
 )
 def test_a_fault_names_its_field_and_the_way_out(raw: Any, path: str, words: str) -> None:
@@ -363,25 +330,12 @@ def test_a_fault_inside_a_list_is_named_with_its_place() -> None:
     "name",
     [
         *(
-            "AWS_ACCESS_KEY_ID",
-            "AWS_SHARED_CREDENTIALS_FILE",
-            "AWS_CONFIG_FILE",
-            "AWS_ROLE_ARN",
-            "AWS_ENDPOINT_URL",
-        ),
-        *(
             "AWS_ENDPOINT_URL_S3",
-            "AWS_WEB_IDENTITY_TOKEN_FILE",
-            "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-            "AWS_CA_BUNDLE",
             "aws_profile",
-        ),
-        *(
             "GOOGLE_APPLICATION_CREDENTIALS",
             "CLOUDSDK_CONFIG",
-            "CLOUD_STORAGE_EMULATOR_ENDPOINT",
-            "BOTO_CONFIG",
         ),
+        *("CLOUD_STORAGE_EMULATOR_ENDPOINT", "BOTO_CONFIG"),
         *("HOME", "XDG_CONFIG_HOME", "HIP_VISIBLE_DEVICES"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import builtins
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from blake3 import blake3
 from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.store import CheckpointStore, Rejected
 from storage.errors import CorruptCheckpoint, InvalidStorage, StorageNotFound, StorageUnavailable
-from storage.filesystem import Storage, open_storage
+from storage.filesystem import Storage
 from storage.run_dir import RunDir
 from tests.support.storage_places import CHECKPOINT_FILES, original, overwrite, save
 
@@ -48,22 +47,6 @@ def test_a_checkpoint_comes_back_as_it_went_in(run_dir: RunDir) -> None:
         store.verify("../../secrets")
 
 
-def test_nothing_is_a_checkpoint_before_its_manifest(run_dir: RunDir) -> None:
-    store = CheckpointStore(run_dir)
-    seen: list[tuple[str, int]] = []
-    save(
-        run_dir,
-        50,
-        between=lambda point: seen.append((point, len(CheckpointStore(run_dir).list()))),
-    )
-    assert [count for _, count in seen] == [0, 0, 0, 0, 0, 1]
-    with store.begin(100, 1, 1) as writer, writer.write_file("model.pt") as file:
-        file.write(b"x")
-    assert [manifest.step for manifest in store.list()] == [50]
-    with pytest.raises(StorageNotFound):
-        store.read_file(writer.name, "model.pt")
-
-
 def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
     data = bytes(range(256)) * 5000
     with CheckpointStore(run_dir).begin(1, 1, 1) as writer:
@@ -77,18 +60,6 @@ def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
         manifest = writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     assert manifest.files["a.bin"].blake3 == blake3(data).hexdigest()
     assert manifest.files["a.bin"].size_bytes == len(data)
-
-
-def test_torch_saves_into_it_and_loads_from_it(run_dir: RunDir) -> None:
-    store = CheckpointStore(run_dir)
-    import torch
-
-    with store.begin(1, 1, 1) as writer:
-        with writer.write_file("model.pt") as file:
-            torch.save({"weight": torch.arange(100_000.0)}, file)
-        writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
-    state = store.load_file(writer.name, "model.pt", partial(torch.load, weights_only=True))
-    assert torch.equal(state["weight"], torch.arange(100_000.0))
 
 
 # ---------------------------------------------------------------- damage
@@ -158,15 +129,6 @@ def test_damage_is_named_and_restore_falls_back(run_dir: RunDir, relpath: str, d
             list(store.archive(name).stream())
 
 
-def test_no_checkpoint_is_left_when_all_are_damaged(run_dir: RunDir) -> None:
-    names = [save(run_dir, step).name for step in (50, 100)]
-    for name in names:
-        overwrite(run_dir, name, "model.pt", b"bad")
-    newest, rejected = CheckpointStore(run_dir).newest_valid()
-    assert newest is None
-    assert [one.name for one in rejected] == [names[1], names[0]]
-
-
 def test_a_checkpoint_copied_elsewhere_is_not_one(
     local_dir: RunDir, local_storage: Storage
 ) -> None:
@@ -219,24 +181,3 @@ def test_verifying_tells_every_block_and_can_be_broken_off(local_dir: RunDir) ->
 
     with pytest.raises(InterruptedError):
         store.verify(manifest.name, stop)
-
-
-def test_a_restore_reads_a_checkpoint_once(local_dir: RunDir) -> None:
-    save(local_dir, 50)
-    bad = save(local_dir, 100).name
-    overwrite(local_dir, bad, "model.pt", b"weights 1000")
-    store = CheckpointStore(local_dir)
-    manifest, data, rejected = store.read_newest(
-        lambda manifest: store.read_file(manifest.name, "model.pt")
-    )
-    assert manifest is not None and (manifest.step, data) == (50, b"weights 50")
-    assert [one.name for one in rejected] == [bad]
-
-
-def test_opening_a_store_touches_nothing(tmp_path: Path) -> None:
-    run_dir = RunDir(open_storage(str(tmp_path / "nothing")), "run_a")
-    store = CheckpointStore(run_dir)
-    store.list()
-    store.retain(1, None)
-    run_dir.submissions()
-    assert not (tmp_path / "nothing").exists()

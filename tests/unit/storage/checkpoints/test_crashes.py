@@ -4,10 +4,8 @@ whole or nothing."""
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, read_journal
+from storage.logs.journal import read_journal
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import event, quick_directory, save
@@ -128,58 +126,6 @@ def _check_journal(place: Path, claims: list[str]) -> None:
     assert [found.source_n for found in before + after] == list(range(1, 9)), place.name
 
 
-POINTS = [
-    "begun",
-    "inside model.pt",
-    "after model.pt",
-    "inside train_state.pt",
-    "after train_state.pt",
-    "before the manifest",
-]
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_sigkill_within_a_save_keeps_the_checkpoint_before(tmp_path: Path, point: str) -> None:
-    """A process of its own, killed from outside while it stands at one point of the protocol."""
-    script = f"""
-import sys, time
-from pathlib import Path
-from storage.filesystem import open_storage
-from storage.run_dir import RunDir
-from storage.files.local import LocalFiles
-from tests.support.storage_places import save
-
-def stop_at(reached):
-    if reached == {point!r}:
-        print("there", flush=True)
-        time.sleep(60)
-
-run_dir = RunDir(open_storage({str(tmp_path)!r}), "run_kill")
-save(run_dir, 50)
-promote = LocalFiles.promote
-LocalFiles.promote = lambda *args: stop_at("before the manifest") or promote(*args)
-save(run_dir, 100, between=stop_at)
-"""
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"there\n"
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if process.stdout:
-            process.stdout.close()
-    store = CheckpointStore(RunDir(open_storage(str(tmp_path)), "run_kill"))
-    begun = Path(store.path("step-000000100.s001.a001")).parent.glob(
-        ".begun-step-000000100.s001.a001-*"
-    )
-    assert [path.is_dir() for path in begun] == [True]
-    assert [manifest.step for manifest in store.list()] == [50]
-    newest, rejected = store.newest_valid()
-    assert newest is not None and newest.step == 50
-    assert rejected == []
-
-
 def test_the_manifest_is_renamed_only_after_everything_is_on_the_medium(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,41 +180,3 @@ def test_the_manifest_is_renamed_only_after_everything_is_on_the_medium(
         ("rename", final),
         ("fsync", str(Path(final).parent)),
     ]
-
-
-def test_a_journal_survives_kills_at_any_moment(tmp_path: Path) -> None:
-    """A writer that is killed as it writes, five times over, while a reader follows."""
-    script = f"""
-from storage.filesystem import open_storage
-from storage.run_dir import RunDir
-from storage.logs.journal_writer import JournalWriter
-from tests.support.storage_places import event
-writer = JournalWriter(RunDir(open_storage({str(tmp_path)!r}), "run_kill"), 1)
-print("open", flush=True)
-while True:
-    first = writer.last_source_n("driver") + 1
-    writer.append([event(n, text="x" * (n % 997)) for n in range(first, first + 20)])
-"""
-    run_dir = RunDir(open_storage(str(tmp_path)), "run_kill")
-    found: list[JournalEvent] = []
-    cursor: str | None = None
-    for _ in range(5):
-        process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == b"open\n"
-            wanted, deadline = len(found) + 200, time.monotonic() + 60
-            while len(found) < wanted:
-                assert time.monotonic() < deadline
-                events, cursor = read_journal(run_dir, 1, cursor, limit=37)
-                found += events
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-    while True:
-        events, cursor = read_journal(run_dir, 1, cursor)
-        if not events:
-            break
-        found += events
-    assert [(one.n, one.source_n) for one in found] == [(n, n) for n in range(1, len(found) + 1)]

@@ -78,20 +78,6 @@ def test_a_hold_ends_once_it_was_not_renewed_whatever_the_clocks_say(
     assert run_dir.files.list(run_dir.holds_path()) == [], "what is void is removed"
 
 
-def test_a_clock_that_is_ahead_deletes_nothing_that_is_read(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = CheckpointStore(run_dir)
-    old = save(run_dir, 10)
-    save(run_dir, 20)
-    hold = CheckpointHold(run_dir, old.name)
-    real = holds_module.time.time
-    monkeypatch.setattr(holds_module.time, "time", lambda: real() + 600.0)
-    assert store.retain(1, None) == []
-    store.verify(old.name)
-    hold.release()
-
-
 def test_a_hold_that_is_taken_while_its_checkpoint_is_being_deleted(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

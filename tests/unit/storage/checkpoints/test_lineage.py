@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.reader import RestorePoint, in_lineage
+from storage.checkpoints.reader import RestorePoint
 from storage.checkpoints.retention import attempt_starts
 from storage.checkpoints.store import CheckpointStore
 from storage.logs.journal_writer import JournalWriter
-from storage.run_dir import CheckpointName, Origin, RunDir
+from storage.run_dir import RunDir
 from tests.support.storage_places import (
     event,
     memory_run_dir,
@@ -51,33 +51,6 @@ def test_attempts_that_never_trained_have_no_start(run_dir: RunDir) -> None:
     assert fresh == RestorePoint(0, fresh=True)
     before = {origin: point for origin, point in attempt_starts(run_dir).items() if origin[0] == 1}
     assert before == {(1, 1): RestorePoint(0, fresh=False), (1, 3): RestorePoint(57, fresh=False)}
-
-
-def test_what_a_submission_sees_of_its_elders(run_dir: RunDir) -> None:
-    save(run_dir, 50)
-    save(run_dir, 100)
-    assert lineage(run_dir) == [(50, 1), (100, 1)]
-    record_restored(run_dir, 2, 50)
-    save(run_dir, 75, submission=2)
-    assert lineage(run_dir) == [(50, 1), (75, 2)]
-    record_restored(run_dir, 3, 0, "fresh")
-    save(run_dir, 10, submission=3)
-    assert lineage(run_dir) == [(10, 3)]
-
-
-def test_restoring_an_older_checkpoint_past_a_corrupt_one(run_dir: RunDir) -> None:
-    store = CheckpointStore(run_dir)
-    save(run_dir, 50)
-    bad = save(run_dir, 100)
-    run_dir.files.write(f"runs/run_a/checkpoints/{bad.name}/model.pt", b"bad")
-    newest, rejected = store.newest_valid()
-    assert newest is not None and newest.step == 50
-    assert [one.name for one in rejected] == [bad.name]
-    record_restored(run_dir, 2, 50)
-    save(run_dir, 75, submission=2)
-    newest, rejected = store.newest_valid()
-    assert newest is not None and newest.step == 75
-    assert rejected == [], "the corrupt one is no longer in the way"
 
 
 # A history: submissions start one after the other, each restoring from what it sees; any that began
@@ -131,35 +104,3 @@ def test_there_is_one_line_of_states(history: list[tuple[Any, ...]]) -> None:
             save(run_dir, reached[submission], submission)
             ancestors[submission].append((reached[submission], submission))
         assert lineage(run_dir) == sorted(ancestors.get(newest, []))
-
-
-NAME = st.builds(CheckpointName, st.integers(0, 20), st.integers(1, 5), st.integers(0, 6))
-
-
-ORIGIN = st.tuples(st.integers(1, 6), st.integers(1, 6))
-
-
-POINTS = st.dictionaries(ORIGIN, st.builds(RestorePoint, st.integers(0, 20), st.booleans()))
-
-
-@given(names=st.sets(NAME), points=POINTS)
-def test_nothing_beyond_a_newer_restore_point_counts(
-    names: set[CheckpointName], points: dict[Origin, RestorePoint]
-) -> None:
-    kept = in_lineage(names, points)
-    assert kept == sorted(kept)
-    for name in names:
-        voided = any(
-            (
-                name.submission < submission
-                or (name.submission == submission and name.attempt < attempt)
-            )
-            and (point.fresh or name.step > point.step)
-            for (submission, attempt), point in points.items()
-        )
-        assert (name in kept) == (not voided)
-
-
-@given(name=NAME)
-def test_a_name_says_all_that_it_is_made_of(name: CheckpointName) -> None:
-    assert CheckpointName.parse(str(name)) == name

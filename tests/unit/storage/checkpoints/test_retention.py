@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -115,19 +116,6 @@ def test_retention_keeps_what_it_must(
         assert store.retain(keep_latest, best_name) == []
 
 
-def test_retention_in_plain_words(run_dir: RunDir) -> None:
-    store = CheckpointStore(run_dir)
-    names = [save(run_dir, step).name for step in (10, 20, 30, 40, 50)]
-    assert store.retain(2, best=names[1]) == [names[0], names[2]]
-    assert [manifest.name for manifest in store.list()] == [
-        names[1],
-        names[3],
-        names[4],
-    ]
-    assert store.retain(0, best=None) == [names[1], names[3]]
-    assert store.retain(0, best=None) == []
-
-
 def test_retention_counts_what_is_there_now(run_dir: RunDir) -> None:
     """It knows manifests from before: one that is gone since must not count, and one that was
     written anew is another."""
@@ -148,6 +136,13 @@ def test_retention_counts_what_is_there_now(run_dir: RunDir) -> None:
         "kept are the newest by commit, and by step"
     )
     assert store.list() == [again, written]
+
+
+def test_the_best_by_a_metric_is_kept(run_dir: RunDir) -> None:
+    measured = {10: 0.5, 20: 0.9, 30: 0.7}
+    names = [save(run_dir, step, metrics={"score": value}).name for step, value in measured.items()]
+    best_by: tuple[str, Literal["max"]] = ("score", "max")
+    assert CheckpointStore(run_dir).retain(1, None, best_by=best_by) == names[:1]
 
 
 def test_a_sound_checkpoint_below_a_corrupt_one_is_kept(run_dir: RunDir) -> None:
@@ -174,20 +169,6 @@ def test_what_a_restore_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunD
     second = save(run_dir, 58, attempt=2).name
     assert set(store.retain(2, best=None)) == {sound, *bad}
     assert [manifest.name for manifest in store.list()] == [first, second]
-
-
-@pytest.mark.parametrize("skew_s", [-600, 600])
-def test_a_clock_that_is_wrong_deletes_nothing_that_was_just_committed(
-    run_dir: RunDir, skew_s: int
-) -> None:
-    """Rank 0 moves to a host whose clock is ten minutes off, and goes on."""
-    store = CheckpointStore(run_dir)
-    for step in (10, 20, 30):
-        save(run_dir, step, created_at=NOW + timedelta(seconds=step))
-    for step in (40, 50, 60):
-        written = save(run_dir, step, attempt=2, created_at=NOW + timedelta(seconds=step + skew_s))
-        assert written.name not in store.retain(2, None, (1, 2), written)
-    assert [manifest.step for manifest in store.list()] == [50, 60]
 
 
 def test_what_was_just_written_is_kept_whatever_its_name_says(run_dir: RunDir) -> None:

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep import code as code_rules
 from everstep.code import collisions, import_roots, module_path, modules
 from storage import code as code_archive
 from storage.code import CodeStore, read_members, unpack
@@ -280,9 +279,3 @@ def test_code_of_no_use_is_not_stored(tmp_path: Path) -> None:
         with pytest.raises(InvalidArchive, match=words):
             store.put(tar_gz(files))  # type: ignore[arg-type]
     assert not (tmp_path / "code").exists()
-
-
-def test_the_limits_fit_together() -> None:
-    assert (
-        code_rules.MAX_ARCHIVE_BYTES <= code_rules.MAX_UNPACKED_BYTES < code_archive._MAX_TAR_BYTES
-    )

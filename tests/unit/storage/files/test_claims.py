@@ -3,10 +3,8 @@ begun, whoever is held up."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from storage.claims import (
     successor,
 )
 from storage.errors import AlreadyClaimed
-from storage.filesystem import Storage
 from storage.run_dir import Origin, RunDir
 from tests.support.storage_places import MemoryObjects, memory_run_dir, record_restored, save
 
@@ -44,46 +41,10 @@ def test_one_process_has_a_submission(run_dir: RunDir, monkeypatch: pytest.Monke
     claim_submission(run_dir, 2)
 
 
-CLAIMER = """
-import sys
-from storage.claims import claim_submission
-from storage.errors import AlreadyClaimed
-from storage.filesystem import open_storage
-from storage.run_dir import RunDir
-run_dir = RunDir(open_storage(sys.argv[1]), "run_a")
-print("ready", flush=True)
-sys.stdin.readline()
-number = 1
-for number in range(1, 21):
-    try:
-        claim_submission(run_dir, number)
-        print(number, flush=True)
-    except AlreadyClaimed:
-        pass
-"""
-
-
-def test_processes_that_claim_at_the_same_time_share_nothing(local_storage: Storage) -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", CLAIMER, local_storage.uri],
-            cwd=Path(__file__).parents[4],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    for process in started:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in started:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    numbers = [
-        int(line) for process in started for line in process.communicate(timeout=60)[0].split()
-    ]
-    assert sorted(numbers) == list(range(1, 21))
+def test_a_forked_process_claims_in_another_name() -> None:
+    mine = claims.process_nonce()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(claims.process_nonce) != mine == claims.process_nonce()
 
 
 def test_an_attempt_hears_of_its_successors_from_the_storage_alone(

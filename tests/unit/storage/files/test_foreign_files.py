@@ -16,7 +16,7 @@ import pytest
 
 from everstep.spec import plain_text
 from everstep.wire import base
-from storage.checkpoints.manifest import MAX_MANIFEST_BYTES, parse_manifest
+from storage.checkpoints.manifest import parse_manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import (
     CorruptCheckpoint,
@@ -331,15 +331,6 @@ def test_a_manifest_that_names_other_files_is_no_manifest(
     assert base.fault_of(name)
     with store.begin(2, 1, 1) as writer, pytest.raises(InvalidStorage):
         writer.write_file(name)
-
-
-def test_a_manifest_has_no_more_bytes_than_its_limit(local_storage: Storage) -> None:
-    run_dir = RunDir(local_storage, "run_a")
-    manifest = save(run_dir, 1)
-    path = local(run_dir, f"checkpoints/{manifest.name}/manifest.json")
-    path.write_bytes(path.read_bytes() + b" " * MAX_MANIFEST_BYTES)
-    with pytest.raises(CorruptCheckpoint, match="over the limit"):
-        CheckpointStore(run_dir).manifest(manifest.name)
 
 
 def test_plain_names_are_taken() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from storage.checkpoints.store import CheckpointStore
 from storage.claims import claim_submission
-from storage.errors import InvalidStorage, LogTakenOver, StorageError, StorageNotFound
+from storage.errors import InvalidStorage, StorageError, StorageNotFound
 from storage.files.object_store import S3ConditionalPuts
 from storage.filesystem import Storage, open_storage
 from storage.logs.journal import read_journal
@@ -84,21 +84,6 @@ def test_an_upload_that_is_given_up_is_no_checkpoint(s3_storage: Storage) -> Non
     newest, rejected = store.newest_valid()
     assert newest is not None and newest.step == 50
     assert rejected == []
-
-
-def test_of_two_writers_of_one_log_one_hears_that_it_has_written(s3_storage: Storage) -> None:
-    """Both have looked, and nothing was there. The other one's lines stay, and its own are written
-    behind them."""
-    run_dir = RunDir(s3_storage, "run_a")
-    one, other = JournalWriter(run_dir, 1), JournalWriter(run_dir, 1)
-    one.append([event(1, source="one")])
-    with pytest.raises(LogTakenOver):
-        other.append([event(1, source="other")])
-    other.append([event(1, source="other")])
-    assert [(found.n, found.source) for found in read_journal(run_dir, 1)[0]] == [
-        (1, "one"),
-        (2, "other"),
-    ]
 
 
 def test_many_that_create_one_object_at_the_same_time_make_it_once(s3_storage: Storage) -> None:

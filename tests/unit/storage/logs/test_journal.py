@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from everstep.wire.events import EventKind
-from storage.errors import CorruptFile, InvalidStorage, LogTakenOver, StorageFull
+from storage.errors import CorruptFile, InvalidStorage, LogTakenOver
 from storage.files.local import LocalFiles
 from storage.filesystem import Storage
 from storage.logs import growing_log
-from storage.logs.growing_log import LogCursor, SegmentedLog, open_log, read_log
+from storage.logs.growing_log import SegmentedLog
 from storage.logs.journal import JournalEvent, read_journal
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
@@ -87,43 +87,6 @@ def test_what_json_cannot_say(local_storage: Storage) -> None:
         "number": 0.5,
         "path": "/x",
     }
-
-
-def test_an_event_sent_again_is_written_once(any_storage: Storage) -> None:
-    run_dir = RunDir(any_storage, "run_a")
-    with JournalWriter(run_dir, 1) as writer:
-        writer.append([event(1), event(2), event(1, source="controller")])
-        writer.append([event(2), event(3)])
-        assert (writer.last_n, writer.last_source_n("driver"), writer.last_source_n("nobody")) == (
-            4,
-            3,
-            0,
-        )
-    with JournalWriter(run_dir, 1) as writer:
-        assert (writer.last_n, writer.last_source_n("driver")) == (4, 3)
-        writer.append([event(3), event(1, source="controller"), event(2, source="controller")])
-    found = drain(run_dir)[0]
-    assert [(one.n, one.source, one.source_n) for one in found] == [
-        (1, "driver", 1),
-        (2, "driver", 2),
-        (3, "controller", 1),
-        (4, "driver", 3),
-        (5, "controller", 2),
-    ]
-
-
-def test_a_torn_line_is_never_read_and_is_cut_off(local_storage: Storage) -> None:
-    run_dir = RunDir(local_storage, "run_a")
-    with JournalWriter(run_dir, 1) as writer:
-        writer.append([event(1)])
-    path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
-    whole = path.read_bytes()
-    for length in range(1, len(whole)):
-        path.write_bytes(whole + whole[:length].replace(b"\n", b""))
-        events, cursor = read_journal(run_dir, 1)
-        assert ([found.n for found in events], cursor) == ([1], f"0:{len(whole)}:1")
-        JournalWriter(run_dir, 1).close()
-        assert path.read_bytes() == whole
 
 
 def test_a_last_line_that_a_crash_spoilt_is_cut_off(local_storage: Storage) -> None:
@@ -206,27 +169,6 @@ def test_two_writers_do_not_mix(any_storage: Storage) -> None:
     assert [found.source_n for found in drain(run_dir)[0]] == [1, 2, 3]
 
 
-def test_a_full_disk_loses_and_doubles_nothing(
-    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = RunDir(local_storage, "run_a")
-    batch = [event(n) for n in range(1, 6)]
-    with JournalWriter(run_dir, 1) as writer, monkeypatch.context() as patch:
-        real_write = growing_log.write_all
-
-        def half(fd: int, data: bytes) -> None:
-            real_write(fd, data[: len(data) // 2])
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(growing_log, "write_all", half)
-        for _ in range(2):
-            with pytest.raises(StorageFull, match="free some space"):
-                writer.append(batch)
-        patch.undo()
-        writer.append(batch)
-    assert [found.source_n for found in drain(run_dir)[0]] == [1, 2, 3, 4, 5]
-
-
 def test_a_segment_that_is_not_as_it_was_written() -> None:
     run_dir, files = memory_run_dir()
     with JournalWriter(run_dir, 1) as writer:
@@ -244,18 +186,6 @@ def test_a_segment_that_is_not_as_it_was_written() -> None:
 def test_foreign_cursors_are_refused(local_storage: Storage, cursor: str) -> None:
     with pytest.raises(InvalidStorage, match="start again"):
         read_journal(RunDir(local_storage, "run_a"), 1, cursor)
-
-
-def test_a_line_longer_than_a_block(local_storage: Storage) -> None:
-    log = open_log(local_storage.files, "deep/log", durable=True)
-    lines = [b"a" * (3 << 20), b"b", b"c" * (1 << 20)]
-    log.append(lines)
-    assert log.tail(lambda line: line == b"b") == lines[1:]
-    assert log.tail(lambda line: False) == lines
-    log.close()
-    assert [
-        line.data for line in read_log(local_storage.files, "deep/log", LogCursor(), 10)
-    ] == lines
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 100])

@@ -3,7 +3,6 @@ read on behind the damage."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from service.projections import attempts
 from storage.checkpoints.retention import reported_checkpoints
 from storage.errors import CorruptFile
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, check_line, read_journal, with_checksum
+from storage.logs.journal import JournalEvent, read_journal
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
@@ -58,17 +57,6 @@ def flip(path: Path, line: int, at: int = 40) -> None:
 
 
 # ---------------------------------------------------------------- lines
-
-
-@given(line=st.binary(max_size=200).map(lambda data: json.dumps({"a": data.hex()}).encode()))
-def test_a_line_with_its_checksum_is_json_that_says_the_same(line: bytes) -> None:
-    sealed = with_checksum(line)
-    check_line(sealed)
-    with pytest.raises(ValueError, match="no checksum"):
-        check_line(line)
-    assert {
-        name: value for name, value in json.loads(sealed).items() if name != "crc"
-    } == json.loads(line)
 
 
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))

@@ -59,22 +59,6 @@ def test_lines_are_merged_by_attempt_then_time(any_storage: Storage) -> None:
     assert json.loads(json.dumps(cursor)) == cursor
 
 
-def test_a_reader_follows_in_small_bites(any_storage: Storage) -> None:
-    run_dir = RunDir(any_storage, "run_a")
-    with RankLogWriter(run_dir, 1, 1, 0) as first, RankLogWriter(run_dir, 1, 1, 1) as second:
-        first.write([LogRecord(float(n), "INFO", f"first {n}") for n in range(0, 10, 2)])
-        second.write([LogRecord(float(n), "INFO", f"second {n}") for n in range(1, 10, 2)])
-        cursor: dict[str, str] | None = None
-        found: list[str] = []
-        for _ in range(4):
-            lines, cursor = read_rank_logs(run_dir, cursor, limit=3)
-            found += messages(lines)
-        assert found == [f"{'second' if n % 2 else 'first'} {n}" for n in range(10)]
-        write(run_dir, 1, 2, 0, (20.0, "next attempt"))
-        second.write([LogRecord(30.0, "INFO", "straggler")])
-        assert messages(read_rank_logs(run_dir, cursor)[0]) == ["straggler", "next attempt"]
-
-
 def test_a_line_that_is_torn_waits(local_storage: Storage) -> None:
     run_dir = RunDir(local_storage, "run_a")
     write(run_dir, 1, 1, 0, (1.0, "whole"))

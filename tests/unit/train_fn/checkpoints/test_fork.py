@@ -292,22 +292,6 @@ def spoil(run_dir: RunDir, step: int, file: str) -> str:
     return name
 
 
-def test_damage_to_any_file_of_the_newest_checkpoint_sends_a_run_to_the_one_before(
-    storage: Storage,
-) -> None:
-    run_dir = RunDir(storage, "run_a")
-    run(run_dir, spec(checkpoint={"safetensors": True}, train={"max_steps": 8}))
-    name = spoil(run_dir, 8, "model.safetensors")
-    journal = run(run_dir, spec(train={"max_steps": 8}), submission=2)
-    [restored] = journal.of_kind(EventKind.RESTORED)
-    assert (
-        restored["source"],
-        restored["step"],
-        [bad["name"] for bad in restored["rejected"]],
-    ) == ("checkpoint", 4, [name])
-    assert [(each.step, each.submission) for each in CheckpointStore(run_dir).list()][-1] == (8, 2)
-
-
 def test_a_fork_whose_own_checkpoints_are_all_damaged_begins_again(
     parent: RunDir, child: RunDir
 ) -> None:

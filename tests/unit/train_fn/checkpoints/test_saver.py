@@ -49,38 +49,6 @@ def place() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ctx, state, slow = make_context(tmp_path), make_state(), SlowStorage(monkeypatch)
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    advance(state, 10)
-    saver.offer(due=True, is_best=False)
-    assert slow.begun.acquire(timeout=60)
-    advance(state, 11)  # training goes on while the storage is slow
-    slow.go.release(2)
-    saver.save_now()
-    assert weight_in(ctx, "step-000000010.s001.a001") == 10
-    assert weight_in(ctx, "step-000000011.s001.a001") == 11
-    saver.close()
-
-
-def test_retention_knows_what_restoring_found_to_be_corrupt(tmp_path: Path) -> None:
-    """With keep_latest 2 the sound one goes where the corrupt one is counted in its place."""
-    ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    for step in (10, 20):
-        advance(state, step)
-        saver.save_now()
-    (Path(ctx.checkpoints.path("step-000000020.s001.a001")) / "model.pt").write_bytes(b"bad")
-    newest, rejected = ctx.checkpoints.newest_valid()  # as restoring does
-    assert newest is not None and (newest.step, len(rejected)) == (10, 1)
-    advance(state, 30)
-    saver.save_now()
-    saver.close()
-    assert [manifest.step for manifest in ctx.checkpoints.list()] == [10, 20, 30]
-
-
 def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import Dataset, default_collate
 
 from everstep.spec.run_spec import RunSpec
@@ -28,7 +27,7 @@ from train_fn.data.image_sets import (
 )
 from train_fn.errors import DataMissing
 from train_fn.samples.loader import KeyedDataset, Loader, num_loader_workers
-from train_fn.samples.sampler import MicroBatch, Sampler
+from train_fn.samples.sampler import MicroBatch
 
 pytestmark = pytest.mark.own_process
 
@@ -176,48 +175,6 @@ def test_data_that_is_not_there_says_what_to_do(
                 load_fashion_mnist(FashionMnistArgs(root=root))
             case _:
                 load_cifar10(Cifar10Args(root=root))
-
-
-def make_folder(root: Path) -> None:
-    generator = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            (root / split / name).mkdir(parents=True)
-            for number in range(4):
-                pixels = generator.integers(0, 256, (20, 30, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
-
-
-def test_image_folder_gives_the_same_crop_for_the_same_key_in_any_process(tmp_path: Path) -> None:
-    make_folder(tmp_path / "images")
-    data = load_image_folder(ImageFolderArgs(root=str(tmp_path / "images"), image_size=16))
-    assert (len(data.train), data.num_classes) == (8, 2)
-    sampler = Sampler(8, 4, 2, 0)
-
-    def loaded(num_workers: int, epoch: int) -> list[Any]:
-        random.seed(num_workers)
-        keyed = KeyedDataset(data.train, 0, default_collate, training=True)
-        keys = [micro for k in range(2) for micro in sampler.share(epoch, k, 0, 1)]
-        loader = Loader(keyed, keys, make_spec(num_workers), 1, CPU)
-        batches = list(loader)
-        loader.close()
-        return batches
-
-    here, there, later = loaded(0, 1), loaded(2, 1), loaded(0, 2)
-    assert sorted(index for batch in here for index in batch.indices) == list(range(8))
-    for one, other in zip(here, there, strict=True):
-        assert np.array_equal(one.indices, other.indices)
-        assert torch.equal(one.batch[0], other.batch[0])
-
-    def images(batches: list[Any]) -> dict[int, torch.Tensor]:
-        return {
-            int(index): image
-            for batch in batches
-            for index, image in zip(batch.indices, batch.batch[0], strict=True)
-        }
-
-    before, after = images(here), images(later)
-    assert not any(torch.equal(before[index], after[index]) for index in range(8))
 
 
 # ---------------------------------------------------------------- loader

@@ -36,78 +36,8 @@ def event(
     return SourceEvent(source_n, 5.0, kind, attempt, data)
 
 
-def written(run_dir: RunDir) -> list[tuple[int, str, int]]:
-    return [(line.n, line.source, line.source_n) for line in read_journal(run_dir, 1)[0]]
-
-
-def test_an_actor_that_comes_back_goes_on_and_drops_what_was_sent_again(run_dir: RunDir) -> None:
-    first = JournalServer(run_dir, 1)
-    first.deliver("rank-0.a001", [event(1), event(2)])
-    first.deliver("driver", [event(1)])
-    first.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=1)])
-    first._writer.close()  # as its process ends
-    again = JournalServer(run_dir, 1)
-    reply = again.deliver(
-        "rank-0.a001",
-        [event(2), event(3, EventKind.METRICS, points=[{"step": 9, "at": 1.0, "values": {}}])],
-    )
-    assert (reply.acknowledged, reply.stop, reply.progress.last_step, reply.progress.attempt) == (
-        3,
-        None,
-        9,
-        1,
-    )
-    assert written(run_dir) == [
-        (1, "rank-0.a001", 1),
-        (2, "rank-0.a001", 2),
-        (3, "driver", 1),
-        (4, "controller", 1),
-        (5, "rank-0.a001", 3),
-    ]
-
-
 def points(*steps: int) -> dict[str, object]:
     return {"points": [{"step": step, "at": 1.0, "values": {}} for step in steps]}
-
-
-@pytest.mark.parametrize("is_restarted", [False, True])
-def test_what_a_rank_of_a_replaced_attempt_tells_is_refused(
-    run_dir: RunDir, is_restarted: bool
-) -> None:
-    """One late delivery of it would change steps, losses and the best of the run, before its reply
-    tells the rank to leave."""
-    actor = JournalServer(run_dir, 1)
-    actor.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=1)])
-    actor.deliver("rank-0.a001", [event(1, EventKind.METRICS, attempt=1, **points(150))])
-    actor.deliver("controller", [event(2, EventKind.ATTEMPT_STARTED, attempt=2)])
-    if is_restarted:
-        actor._writer.close()  # as its process ends
-        actor = JournalServer(run_dir, 1)
-    late = [
-        event(2, EventKind.METRICS, attempt=1, **points(*range(151, 401))),
-        event(3, EventKind.EVALUATED, attempt=1, step=400, metrics={"accuracy": 0.99}),
-    ]
-    reply = actor.deliver("rank-0.a001", late)
-    assert (reply.progress.attempt, reply.progress.last_step, reply.acknowledged) == (2, 150, 1), (
-        "it hears, and leaves"
-    )
-    actor.deliver("rank-0.a002", [event(1, EventKind.METRICS, attempt=2, **points(151))])
-    actor.deliver("controller", [event(3, EventKind.EVIDENCE, attempt=1, rank=1)])
-    lines = [(line.source, line.attempt) for line in read_journal(run_dir, 1)[0]]
-    assert lines[2:] == [("controller", 2), ("rank-0.a002", 2), ("controller", 1)], (
-        "the controller may tell of what was"
-    )
-
-
-def test_a_rank_that_tells_before_its_controller_replaces_older_attempts_as_well(
-    run_dir: RunDir,
-) -> None:
-    actor = JournalServer(run_dir, 1)
-    actor.deliver(
-        "rank-0.a002", [event(1, EventKind.RESTORED, attempt=2, step=30, source="snapshot")]
-    )
-    actor.deliver("rank-0.a001", [event(1, EventKind.METRICS, attempt=1, **points(31))])
-    assert written(run_dir) == [(1, "rank-0.a002", 1)]
 
 
 def test_a_process_whose_name_a_journal_knows_already_loses_no_event(run_dir: RunDir) -> None:
@@ -250,19 +180,6 @@ def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(
         way.lose_calls = 2
     assert client.holds_lease(timeout_s=20)
     assert client.close(timeout_s=20)
-
-
-def test_a_backlog_is_sent_without_a_pause(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "MAX_BATCH", 10)
-    way = Faulty(JournalServer(run_dir, 1))
-    with way.lock:
-        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=600.0)
-        for step in range(95):
-            client.emit(EventKind.EVALUATED, {"step": step})
-    assert client.close(timeout_s=20)
-    assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(95))
 
 
 def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(

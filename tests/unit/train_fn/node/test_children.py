@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-import torch.distributed as dist
 
 from train_fn.node import children
 
@@ -243,65 +242,6 @@ def test_a_forked_process_keeps_the_user_s_sockets_and_does_not_break_the_rank_s
     assert mine.recv() == (0, b"pair, no rank's")
     with rank_s, users:
         assert (rank_s.recv(10), users.recv(10)) == (b"r", b"u")
-    process.join()
-
-
-def _fork_as_daemons_do(results: Any) -> None:
-    """Close all in a forked process, open files, and send which of them one more fork changes."""
-    children.begin()
-    pid = os.fork()
-    if pid == 0:
-        keep = results.fileno()
-        os.closerange(3, keep)
-        os.closerange(keep + 1, 256)
-        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
-        before = [os.fstat(fd) for fd in files]
-        if os.fork() == 0:
-            changed = [fd for fd, was in zip(files, before, strict=True) if os.fstat(fd) != was]
-            results.send(changed)
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
-def test_a_daemon_that_has_closed_all_keeps_what_it_opened() -> None:
-    context = multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_fork_as_daemons_do, args=(theirs,))
-    process.start()
-    assert mine.poll(PATIENCE_S)
-    assert mine.recv() == []
-    process.join()
-
-
-def _sockets_of_groups(results: Any) -> None:
-    """Form groups as Ray and as a user do; send how many sockets each child still shares."""
-    children.begin()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", store.port)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    children.connected()
-    group = dist.new_group([0])
-    late = dist.TCPStore("127.0.0.1", store.port)  # accepted on the rank's port
-    own = {inode for inode, _ in children._sockets(tcp_only=True)}
-    pid = os.fork()
-    if pid == 0:
-        shared = own & {inode for inode, _ in children._sockets()}
-        results.send((len(own), len(shared)))
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert client is not late and group is not None
-
-
-def test_connections_of_groups_are_the_rank_s_whenever_they_are_made() -> None:
-    context = multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_sockets_of_groups, args=(theirs,))
-    process.start()
-    assert mine.poll(PATIENCE_S)
-    num_owned, num_shared = mine.recv()
-    # A store, two listeners of gloo, and four ends of connections to the store; the client's end
-    # of the last was made by nobody that is known.
-    assert num_owned >= 7 and num_shared == 1
     process.join()
 
 

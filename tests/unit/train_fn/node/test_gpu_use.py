@@ -77,6 +77,6 @@ def test_what_is_told_beside_training_is_no_sign_of_life() -> None:
     progress.note(EventKind.ATTEMPT_STARTED, 1, {})
     progress.note(EventKind.METRICS, 1, {"points": [{"step": 1, "at": 1.0, "values": {}}]})
     signs = progress.progress().num_signs
-    progress.note(EventKind.GPU_USE, 1, {"rank": 0})
-    progress.note(EventKind.PROFILE_DONE, 1, {"rank": 0})
+    for kind in (EventKind.GPU_USE, EventKind.RANK_USE, EventKind.PROFILE_DONE):
+        progress.note(kind, 1, {"rank": 0})
     assert progress.progress().num_signs == signs, "a hang would not be noticed"

@@ -9,7 +9,6 @@ from typing import Any
 
 from everstep.wire.events import EventKind
 from train_fn.node.usage import HostSample, HostWatch, sample_host
-from train_fn.recovery.hang import ProgressTracker
 
 
 class Host:
@@ -79,11 +78,3 @@ def test_this_machine_is_read(tmp_path: Path) -> None:
     read = sample_host(tmp_path)
     assert (read.received_bytes, read.sent_bytes) == (1_000_070, 32)
     assert read.rss_bytes % 7 == 0 and read.rss_bytes > 7 * 1000
-
-
-def test_a_report_is_no_sign_of_progress() -> None:
-    progress = ProgressTracker()
-    progress.note(EventKind.ATTEMPT_STARTED, 1, {})
-    signs = progress.progress().num_signs
-    progress.note(EventKind.RANK_USE, 1, {"rank": 0})
-    assert progress.progress().num_signs == signs

@@ -7,12 +7,11 @@ import copy
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -27,7 +26,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import everstep.train as es
@@ -258,14 +257,6 @@ def test_a_scheduler_that_was_not_prepared_is_refused() -> None:
         es.protect(accelerator=whole)
 
 
-def test_one_of_several_schedulers_that_was_not_given_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 2))
-    both = [sgd(layer.parameters()) for layer in model]
-    first, _ = (torch.optim.lr_scheduler.StepLR(each, 3) for each in both)
-    with pytest.raises(BadTask, match=r"scheduler=….* is missing.* optimizer '1'.* Pass it"):
-        es.protect(model, both, [first], torn="shadow")
-
-
 @pytest.mark.parametrize("kind", [FSDPStrategy, DeepSpeedStrategy])
 def test_a_strategy_whose_shards_nothing_can_take_apart_is_refused(kind: Any) -> None:
     trainer = SimpleNamespace(strategy=object.__new__(kind))  # it needs a GPU to be made
@@ -442,36 +433,6 @@ def rows(offset: int = 0) -> list[torch.Tensor]:
     return [torch.full((4,), float((index + offset) % 24)) for index in range(24)]
 
 
-class Passes(IterableDataset[Any]):
-    """A stream of which each sample says what pass it was told of."""
-
-    epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([torch.full((4,), float(self.epoch))] * 16)
-
-
-class OwnDraws(Sampler[int]):
-    """Draws from a generator that it made once."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(7)
-
-    def __len__(self) -> int:
-        return 24
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.rng.permutation(24).tolist())
-
-
-class Sampled(transformers.Trainer):  # type: ignore[misc]
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return OwnDraws()
-
-
 class Stateful(transformers.Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         return StatefulDataLoader(
@@ -485,24 +446,20 @@ Seen = list[list[float]]
 def train_hf(run_id: str, data: Any, dies: int | None = None, **options: Any) -> Seen:
     """Train for three epochs of a Trainer, eight samples a step."""
     model = Listening(dies)
-    num_workers, kind = options.get("num_workers", 0), options.get("kind", transformers.Trainer)
     args = transformers.TrainingArguments(
         output_dir="out/trainer",
-        max_steps=3 * options.get("per_epoch", 3),
+        max_steps=9,
         use_cpu=True,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        dataloader_num_workers=num_workers,
-        dataloader_persistent_workers=bool(num_workers),
         learning_rate=0.01,
     )
-    noise = options.get("noise", lambda: 0.0)
-    trainer = kind(
+    trainer = options.get("kind", transformers.Trainer)(
         model,
         args,
         train_dataset=data,
-        data_collator=lambda found: {"inputs": torch.stack(found) + noise()},
+        data_collator=lambda found: {"inputs": torch.stack(found)},
     )
     trainer.add_callback(es.hf.Protect(trainer, run_id=run_id))
     trainer.train()
@@ -512,8 +469,6 @@ def train_hf(run_id: str, data: Any, dies: int | None = None, **options: Any) ->
 def train_lightning(run_id: str, data: Any, dies: int | None = None, **options: Any) -> Seen:
     """Train for three epochs of Lightning, eight samples a step."""
     net = Hearing(dies)
-    num_workers, sampler = options.get("num_workers", 0), options.get("sampler", lambda: None)()
-    noise = options.get("noise", lambda: 0.0)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -525,13 +480,7 @@ def train_lightning(run_id: str, data: Any, dies: int | None = None, **options: 
         callbacks=[es.lightning.Protect(run_id=run_id)],
     )
     loader = options.get("loader", DataLoader)(
-        data,
-        batch_size=8,
-        shuffle=None if sampler or isinstance(data, IterableDataset) else True,
-        sampler=sampler,
-        num_workers=num_workers,
-        persistent_workers=bool(num_workers),
-        collate_fn=lambda found: torch.stack(found) + noise(),
+        data, batch_size=8, shuffle=True, collate_fn=torch.stack
     )
     trainer.fit(net, loader)
     return net.inner.seen
@@ -604,56 +553,6 @@ def test_a_trainer_reads_its_last_batch_again_and_refuses_another_one(
     place = f"batch {(dies - 1) % 3 + 1} of epoch {(dies - 1) // 3}, the last one of step {dies}"
     with pytest.raises(DataChanged, match=f"{who}: {place}, is another one than before: {part}"):
         train("other", rows(offset=1))
-
-
-@TRAINERS
-@pytest.mark.parametrize("num_workers", [2, *only_in_chaos(0)])
-def test_what_a_trainer_s_data_draws_is_no_other_data(
-    train: Callable[..., Seen],
-    who: str,
-    part: str,
-    num_workers: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    drawn = {"noise": lambda: torch.rand(()), "num_workers": num_workers}
-    whole = train("whole", rows(), **drawn)
-    with pytest.raises(LookupError):
-        train("broken", rows(), 5, **drawn)
-    again = train("broken", rows(), **drawn)
-    assert [list(map(int, batch)) for batch in again] == [
-        list(map(int, batch)) for batch in whole[5:]
-    ]
-    said = f"{who}: what the data draw for a sample" in caplog.text
-    assert said == bool(num_workers)
-    if not num_workers:
-        assert again == whole[5:], "each step's draws are seeded by its number"
-
-
-@TRAINERS
-@pytest.mark.parametrize("num_workers", [1, *only_in_chaos(0)])
-def test_a_trainer_tells_its_stream_of_passes(
-    train: Callable[..., Seen], who: str, part: str, num_workers: int
-) -> None:
-    options = {"num_workers": num_workers, "per_epoch": 2}
-    assert [set(batch) for batch in train("whole", Passes(), **options)] == [
-        {epoch} for epoch in (0, 0, 1, 1, 2, 2)
-    ]
-    with pytest.raises(LookupError):
-        train("broken", Passes(), 3, **options)
-    assert [set(batch) for batch in train("broken", Passes(), **options)] == [{1}, {2}, {2}]
-
-
-@TRAINERS
-@pytest.mark.parametrize("dies", [5, *only_in_chaos(2, 3)])
-def test_a_sampler_with_a_generator_of_its_own_goes_on_in_a_trainer(
-    train: Callable[..., Seen], who: str, part: str, dies: int
-) -> None:
-    options = {"kind": Sampled, "sampler": OwnDraws}
-    whole = train("whole", rows(), **options)
-    assert whole[:3] != whole[3:6]
-    with pytest.raises(LookupError):
-        train("broken", rows(), dies, **options)
-    assert train("broken", rows(), **options) == whole[dies:]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # in torchdata

@@ -229,72 +229,6 @@ def test_a_loop_that_climbs_before_its_step_is_told_what_to_pass(
         assert torch.equal(trained(torn), whole), "nobody leaves the weights that it climbed to"
 
 
-class Epochs:
-    """Loops as people write them, with what they do when an epoch of three steps ends."""
-
-    def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any, state: Protected) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self.state, self.rates = state, list[float]()
-        inputs = torch.arange(80.0).reshape(20, 4).sin()
-        self.batches = es.loader(TensorDataset(inputs), global_batch_size=8)
-
-    def one(self, inputs: torch.Tensor, dies: int | None) -> None:
-        self.rates.append(self.optimizer.param_groups[0]["lr"])
-        loss = self.model(inputs).square().mean()
-        loss.backward()
-        if self.state.step_number == dies:
-            raise LookupError("planned")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.state.step(loss=loss)
-
-    def flat(self, dies: int | None) -> None:
-        for (inputs,) in self.batches.batches(self.state, epochs=4):
-            self.one(inputs, dies)
-            if self.state.step_number % len(self.batches) == 0:
-                self.scheduler.step()
-
-    def nested(self, dies: int | None) -> None:
-        for epoch in range(self.state.step_number // len(self.batches), 4):
-            for (inputs,) in self.batches.batches(self.state, epochs=epoch + 1):
-                self.one(inputs, dies)
-            self.scheduler.step()
-
-    def own_data(self, dies: int | None) -> None:
-        while self.state.step_number < 12:
-            self.one(torch.randn(8, 4), dies)
-            if self.state.step_number % 3 == 0:
-                self.scheduler.step()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("torn", ["refuse", "shadow"])
-@pytest.mark.parametrize("shape", ["flat", "nested", "own_data"])
-@pytest.mark.parametrize("dies", [4, 6])
-def test_what_an_epoch_s_end_changes_belongs_to_its_last_step(
-    shape: str, dies: int, torn: str, tmp_path: Path
-) -> None:
-    def run(run_id: str, dies: int | None) -> tuple[list[float], dict[str, Any], int]:
-        torch.manual_seed(1)
-        model = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        state = es.protect(
-            model, optimizer, scheduler, torn=torn, storage=str(tmp_path / "s"), run_id=run_id
-        )
-        loop = Epochs(model, optimizer, scheduler, state)
-        with state:
-            getattr(loop, shape)(dies)
-        return loop.rates, model.state_dict(), scheduler.last_epoch
-
-    rates, weights, last = run("whole", None)
-    with pytest.raises(LookupError):
-        run("broken", dies)
-    again, found, last_again = run("broken", None)
-    assert again == rates[dies:] and (last, last_again) == (4, 4)
-    assert all(torch.equal(found[name], value) for name, value in weights.items())
-
-
 def test_without_a_sign_of_the_next_step_a_late_change_is_refused_at_any_step(
     protect: Callable[..., Protected], model: nn.Module
 ) -> None:
@@ -544,30 +478,6 @@ def test_a_loader_of_ones_own_is_said_not_to_be_exact(
     ]
     assert [point["step"] for point in steps] == [1, 2, 3]
     assert all("samples_per_s" not in point["values"] for point in steps)
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "steps"),
-    [
-        ({}, [60]),  # less than the first interval of auto has passed
-        ({"every_steps": 40}, [40, 60]),
-        ({"every_steps": None, "every_s": 3600}, [60]),
-    ],
-)
-def test_how_often_a_loop_of_its_own_saves(
-    protect: Callable[..., Protected],
-    tmp_path: Path,
-    model: nn.Module,
-    checkpoint: dict[str, Any],
-    steps: list[int],
-) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with protect(optimizer=optimizer, checkpoint=checkpoint) as state:
-        for _ in range(60):
-            train(model, optimizer, torch.randn(8, 4))
-            state.step()
-    run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run")
-    assert [found.step for found in CheckpointStore(run_dir).list()] == steps
 
 
 def adds_up(loop: dict[str, Any]) -> None:

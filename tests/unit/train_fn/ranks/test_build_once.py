@@ -279,21 +279,6 @@ def test_a_builder_that_is_gone_is_made_again(node: Node, marker: Path) -> None:
 # ---------------------------------------------------------------- ranks
 
 
-@pytest.mark.parametrize(
-    ("end", "words"),
-    [
-        (signal.SIGKILL, "was killed by SIGKILL"),
-        (signal.SIGTERM, "was killed by SIGTERM"),
-        (signal.SIGRTMIN, "was killed by SIGRTMIN"),
-    ],
-)
-def test_the_end_of_a_rank_is_told_in_words(end: int, words: str, node: Node) -> None:
-    rank = node.rank(node.host())
-    os.kill(rank.pid, end)
-    with pytest.raises(RankDied, match=f"the rank's process {rank.pid} {words}"):
-        rank.call("waits")  # until then nobody knows
-
-
 @pytest.mark.parametrize("by", ["host", "close"])
 def test_a_stopped_rank_is_ended(by: str, node: Node) -> None:
     host = node.host()

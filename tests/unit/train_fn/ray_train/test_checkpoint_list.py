@@ -66,19 +66,6 @@ def test_only_a_list_that_ray_can_load_is_kept(
     assert run_dir.files.exists(path) is kept
 
 
-def test_a_list_that_is_gone_is_taken_from_its_copy(run_dir: RunDir) -> None:
-    """Without it Ray would call a user's function from its beginning."""
-    listed = json.loads(state())
-    whole = {
-        **listed,
-        "checkpoint_report_indices": [0],
-        "latest_checkpoint_result": listed["checkpoint_results"][0],
-    }
-    run_dir.files.write("runs/run_r/checkpoint_list_copy.json", json.dumps(whole).encode())
-    repair_snapshot_file(run_dir)
-    assert json.loads(run_dir.files.read("runs/run_r/checkpoint_manager_snapshot.json")) == whole
-
-
 class Reported:
     """Ray's own list of a run whose retention deletes all checkpoints but some."""
 

@@ -157,39 +157,10 @@ def test_each_verdict_has_its_limit(verdict: Verdict) -> None:
     assert weighed(failed, past).pause is (verdict is Verdict.STORAGE)
 
 
-def test_preemptions_are_never_refused() -> None:
-    judgement = Judgement(Verdict.PREEMPTION, 1, "n1", 5, None, None)
-    assert weighed(
-        judgement, [PastFailure(Verdict.PREEMPTION, 5)] * 200, max_system_failures=0
-    ).restart
-
-
-def test_trouble_of_the_control_plane_fails_no_run_and_is_not_charged_to_it() -> None:
-    judgement = Judgement(Verdict.CONTROL_PLANE, None, None, 5, "the driver was lost", None)
-    past = [PastFailure(Verdict.CONTROL_PLANE, 5)] * 200
-    decision = weighed(judgement, past, max_system_failures=0)
-    assert (decision.restart, decision.budget, decision.backoff_s) == (True, "control_plane", 30.0)
-    assert weighed(judgement, past[:1]).backoff_s == 0.0
-    assert weighed(lost_judgement(5), past).backoff_s == 0.0, "a lost node is the first of its kind"
-
-
 def storage_judgement(step: int | None = 5, kind: ErrorKind = ErrorKind.STORAGE) -> Judgement:
     message = "CorruptFile: line 3 is not an event"
     signature = "CorruptFile|line # is not an event|"
     return Judgement(Verdict.STORAGE, 0, "n0", step, message, signature, kind)
-
-
-def test_trouble_of_the_storage_waits_longer_each_time_and_fails_no_run() -> None:
-    past: list[PastFailure] = []
-    pauses = []
-    for _ in range(200):
-        decision = weighed(storage_judgement(), past, max_system_failures=0)
-        assert (decision.restart, decision.budget, decision.reason) == (True, "storage", None)
-        assert "wait for the storage" in decision.action
-        pauses.append(decision.backoff_s)
-        past.append(PastFailure(Verdict.STORAGE, 5))
-    assert pauses == sorted(pauses) and pauses[0] == 0.0 and pauses[-1] == 30.0
-    assert weighed(lost_judgement(5), past).backoff_s == 0.0, "a lost node is the first of its kind"
 
 
 def test_trouble_of_the_storage_pauses_a_run_that_chose_so() -> None:
@@ -346,31 +317,10 @@ def test_ranks_that_go_apart_again_at_the_same_step_do_so_by_the_task(
         assert "went apart twice" in str(decision.message)
 
 
-def test_only_the_same_error_of_a_device_is_one_that_follows_the_run() -> None:
-    first, second = past_of(of_the_device("n1")), of_the_device("n2")
-    assert weighed(second, [dataclasses.replace(first, signature="another")]).restart
-    assert weighed(second, [dataclasses.replace(first, verdict=Verdict.WORKER_LOST)]).restart
-    assert weighed(dataclasses.replace(second, verdict=Verdict.UNKNOWN), [first]).restart
-    assert not weighed(second, [first]).restart
-
-
 def test_two_nodes_with_faulty_gpus_are_not_the_program_s_fault() -> None:
     faults = f"; {GPU_FAULTY}Xid 79: the GPU has fallen off the bus"
     first, second = of_the_device("n1", faults=faults), of_the_device("n2", faults=faults)
     assert weighed(second, [past_of(first)]).restart
-
-
-def test_a_failure_before_it_is_known_where_the_run_is_takes_no_progress_back() -> None:
-    past = [PastFailure(Verdict.WORKER_LOST, 100 * number) for number in range(1, 20)]
-    early = Judgement(Verdict.NODE_LOST, 0, "n0", None, None, None)
-    assert weighed(early, past).restart and weighed(early, past).backoff_s == 0
-    again = [*past, *[PastFailure(Verdict.NODE_LOST, None)] * 18]
-    stopped = weighed(early, again)
-    assert not stopped.restart and stopped.reason is ReasonCode.NO_PROGRESS, (
-        "but the same again and again is no progress"
-    )
-    before_restore = dataclasses.replace(error(0, ErrorKind.STORAGE, 1.0), step=None)
-    assert judged(report(0, error=before_restore)).step == 12, "what the journal knows"
 
 
 ALL = PastFailure(Verdict.WORKER_LOST, 20, ALL_DIED)

@@ -26,7 +26,6 @@ from storage.errors import StorageError, StorageUnavailable, mapped
 from tests.support.code_archives import tar_gz
 from train_fn.errors import BadTask, DataMissing, StepNotWhole, TrainError
 from train_fn.ray_train.group.end import with_error
-from train_fn.recovery import evidence
 from train_fn.recovery.evidence import (
     VERDICT_OF_KIND,
     Evidence,
@@ -250,12 +249,6 @@ OF_A_GPU: list[tuple[BaseException, ErrorKind]] = [
 ]
 
 
-@pytest.mark.parametrize(("exc", "kind"), OF_A_GPU)
-def test_faults_of_a_gpu_spend_no_budget_of_the_user(exc: BaseException, kind: ErrorKind) -> None:
-    assert kind_of(exc) is kind
-    assert (VERDICT_OF_KIND.get(kind) is Verdict.USER_ERROR) == (kind is ErrorKind.USER)
-
-
 HALF_READ = [ConnectionResetError, FileNotFoundError, EOFError]
 LOADER = ("torch.utils.data.dataloader", "/x/torch/utils/data/dataloader.py", "_try_get_data")
 PIPE = ("multiprocessing.connection", "/x/multiprocessing/connection.py", "recv")
@@ -275,15 +268,6 @@ EXAMPLES: list[tuple[BaseException, ErrorKind]] = [
 @pytest.mark.parametrize(("exc", "kind"), EXAMPLES)
 def test_an_example_of_each_row(exc: BaseException, kind: ErrorKind) -> None:
     assert kind_of(exc) is kind
-
-
-@pytest.mark.parametrize("number", range(len(evidence._TABLE)))
-def test_every_row_of_the_table_decides_an_example(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = evidence._TABLE
-    monkeypatch.setattr(evidence, "_TABLE", rows[:number] + rows[number + 1 :])
-    assert any(kind_of(exc) is not kind for exc, kind in EXAMPLES), rows[number]
 
 
 def test_an_error_that_cannot_say_its_message_is_classified() -> None:

@@ -41,6 +41,10 @@ def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
         (EventKind.METRICS, 1, points(5), Phase.STEP),
         (EventKind.EPOCH_COMPLETED, 1, {"epoch": 1}, Phase.EVALUATION),
         (EventKind.EVALUATED, 1, {"step": 5, "metrics": {}}, Phase.STEP),
+        # an evaluation with a hook after it
+        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 1, "rests": True}, Phase.EVALUATION),
+        (EventKind.EVALUATED, 1, {"step": 5, "rests": True}, Phase.EVALUATION),
+        (EventKind.EPOCH_HOOK_DONE, 1, {"epoch": 1}, Phase.STEP),
         (EventKind.METRICS, 1, points(6), Phase.STEP),
         # the next step follows at once
         (EventKind.EPOCH_COMPLETED, 1, {"epoch": 2, "rests": False}, Phase.STEP),
@@ -53,30 +57,6 @@ def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
         tracker.note(kind, attempt, data)
         assert tracker.progress().phase is phase, (kind, attempt)
     assert tracker.progress().last_step == 7
-
-
-def test_a_hook_after_an_evaluation_has_its_limit_and_the_next_step_a_steps_limit() -> None:
-    tracker, watch = ProgressTracker(), HangWatch(RecoverySettings(), None)
-    tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
-    tracker.note(EventKind.TRAINING_STARTED, 1, {"total_steps": 7})
-    tracker.note(EventKind.METRICS, 1, points(3))
-    tracker.note(EventKind.EPOCH_COMPLETED, 1, {"epoch": 0, "rests": True})
-    tracker.note(EventKind.EVALUATED, 1, {"step": 3, "metrics": {}, "rests": True})
-
-    def overdue_after(seconds: int) -> bool:
-        """Whether ranks that do nothing for so long are taken for hung, looked at once a second."""
-        began = watch._looked_at + 100
-        return any(
-            watch.overdue_s(tracker.progress(), began + second) is not None
-            for second in range(seconds + 1)
-        )
-
-    watch.overdue_s(tracker.progress(), 0.0)
-    assert not overdue_after(3599)
-    assert overdue_after(3601)
-    tracker.note(EventKind.EPOCH_HOOK_DONE, 1, {"epoch": 0, "seconds": 1.0})
-    assert not overdue_after(59)
-    assert overdue_after(61)
 
 
 def test_an_attempt_may_begin_with_what_takes_long() -> None:
@@ -190,12 +170,6 @@ def test_however_seldom_ranks_are_asked_a_hang_is_seen(quiet_poll_s: float) -> N
     looks = [100.0 + 1.5 * quiet_poll_s * number for number in range(100)]
     overdue = [watch.overdue_s(still, now) is not None for now in looks]
     assert overdue == [now > 110.0 for now in looks]
-
-
-def test_evaluation_has_a_time_of_its_own() -> None:
-    watch = HangWatch(RecoverySettings(hang_evaluation_s=100.0), 10.0)
-    assert watch.limit_s(AttemptProgress(attempt=1, phase=Phase.EVALUATION)) == 100.0
-    assert watch.limit_s(AttemptProgress(attempt=1, phase=Phase.START)) == 600.0
 
 
 HOUSE = Path(train_fn.__path__[0])

@@ -189,32 +189,3 @@ def test_only_a_node_of_a_pair_that_failed_before_is_moved(
     }
     assert (moved is None) == (not repeated & dispensable)
     assert moved is None or moved in repeated & dispensable
-
-
-@given(some_pairs, histories)
-def test_one_report_alone_moves_nobody(pairs: Pairs, past: list[Pairs]) -> None:
-    unknown = [earlier - pairs for earlier in past]
-    assert node_to_move(pairs, unknown, NODES) is None
-
-
-@given(some_pairs, st.lists(st.tuples(some_pairs, st.integers(0, 3)), max_size=8))
-def test_progress_ends_the_row(pairs: Pairs, past: list[tuple[Pairs, int]]) -> None:
-    ordered = sorted(past, key=lambda each: each[1])
-    expected = 1 + sum(bool(pairs & earlier) for earlier, step in ordered if step >= 2)
-    assert times_in_a_row(pairs, ordered, 2) == expected
-
-
-@given(some_pairs)
-def test_pairs_are_read_as_they_were_written(pairs: Pairs) -> None:
-    assert from_json(json.loads(json.dumps(as_json(pairs)))) == pairs
-    assert from_json(None) == frozenset()
-
-
-@given(st.dictionaries(st.sampled_from(NODES), st.sets(st.sampled_from(NODES)), max_size=4))
-def test_a_pair_is_the_same_from_both_sides(unheard: dict[str, set[str]]) -> None:
-    turned: dict[str, set[str]] = {}
-    for node, others in unheard.items():
-        for other in others:
-            turned.setdefault(other, set()).add(node)
-    assert pairs_of(unheard) == pairs_of(turned)
-    assert all(len(each) == 2 for each in pairs_of(unheard))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from everstep.wire import Verdict
 from train_fn.recovery.decision import (
-    SCRIPT_PROGRESS_S,
     PastFailure,
     backoff,
     budget_of,
     failures_in_a_row,
-    made_progress,
 )
 from train_fn.recovery.verdict import Judgement
 
@@ -50,25 +46,6 @@ def test_only_failures_of_one_budget_are_in_a_row() -> None:
     assert failures_in_a_row(LOST, mixed) == 3, "another one does not interrupt the row"
     assert budget_of(Verdict.HANG) == budget_of(Verdict.NODE_LOST) == "system_failures"
     assert budget_of(Verdict.USER_ERROR) == "user_errors"
-
-
-def test_a_script_that_ran_for_long_begins_a_new_row() -> None:
-    unknown = replace(LOST, step=None)
-    brief, long = ({"worked_s": seconds} for seconds in (SCRIPT_PROGRESS_S - 1, SCRIPT_PROGRESS_S))
-    earlier = [PastFailure(Verdict.WORKER_LOST, None, worked_s=1.0)] * 3
-    assert failures_in_a_row(replace(unknown, detail=brief), earlier) == 4
-    assert failures_in_a_row(replace(unknown, detail=long), earlier) == 1
-    moved = replace(earlier[1], worked_s=SCRIPT_PROGRESS_S)
-    row = [earlier[0], moved, earlier[2]]
-    assert failures_in_a_row(replace(unknown, detail=brief), row) == 3, "with the one that moved"
-    assert not made_progress(LOST) and not made_progress(earlier[0]) and made_progress(moved)
-
-
-def test_where_a_run_failed_is_said_in_words() -> None:
-    assert LOST.place == "at step 10"
-    assert replace(LOST, step=None).place == "before the first step"
-    script = replace(LOST, step=None, detail={"worked_s": 12.34})
-    assert script.place == "of a script that had run for 12.3 s"
 
 
 def test_the_pause_doubles_from_the_third_failure_on_up_to_its_limit() -> None:

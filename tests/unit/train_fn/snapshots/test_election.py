@@ -3,15 +3,13 @@ rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.checkpoints.reader import RestorePoint
-from storage.checkpoints.reader import in_lineage as checkpoints_in_lineage
-from storage.run_dir import CheckpointName
 from train_fn.snapshots.election import Candidate, elect, in_lineage, odd_ranks
 from train_fn.snapshots.store import Label, Origin
 
@@ -44,22 +42,6 @@ def test_survivors_that_contradict_each_other_are_not_trusted() -> None:
     assert elected.candidate == candidate(2, 9, "c")
     assert len(elected.rejected) == 2
     assert all("differs" in rejection.problem for rejection in elected.rejected)
-
-
-def test_a_later_attempt_that_reached_the_same_step_is_believed() -> None:
-    elected = elect(
-        [candidate(0, 10, "a", attempt=1), candidate(1, 10, "b", attempt=2)], SUBMISSION
-    )
-    assert elected.candidate is not None
-    assert elected.candidate.label.attempt == 2
-
-
-def test_an_older_submission_counts_and_a_newer_one_does_not() -> None:
-    older = candidate(0, 99, submission=2)
-    assert elect([older, candidate(1, 120, submission=4)], SUBMISSION).candidate == older
-    assert elect([older, candidate(1, 99, "b")], SUBMISSION).candidate == candidate(1, 99, "b"), (
-        "at the same step this one's own is believed"
-    )
 
 
 def test_a_rank_that_could_leave_nothing_is_reported() -> None:
@@ -120,13 +102,6 @@ def went_on(**starts: int) -> dict[Origin, RestorePoint]:
     }
 
 
-def test_an_attempt_that_died_before_it_published_leaves_the_snapshot_that_it_began_from() -> None:
-    candidates = [candidate(0, 56), candidate(0, 57)]
-    standing, rejected = in_lineage(candidates, went_on(a1=0, a2=57))
-    assert (standing, rejected) == (candidates, ())
-    assert elect(standing, SUBMISSION).candidate == candidates[1]
-
-
 def test_a_snapshot_that_a_later_attempt_had_to_do_without_is_no_part_of_the_run() -> None:
     met_again, published = candidate(0, 57), candidate(1, 53, attempt=2)
     standing, rejected = in_lineage([met_again, published], went_on(a1=0, a2=50))
@@ -142,112 +117,6 @@ def test_whoever_began_anew_lets_nothing_stand() -> None:
     met_again = candidate(0, 0, submission=2)
     standing, [rejection] = in_lineage([met_again], {(SUBMISSION, 2): RestorePoint(0, fresh=True)})
     assert (standing, rejection.problem) == ([], "a later attempt began anew")
-
-
-@dataclass
-class Life:
-    """One attempt as it goes: the states that it went through, each by who took the step."""
-
-    origin: Origin
-    chain: dict[int, Origin]
-
-    @property
-    def step(self) -> int:
-        return max(self.chain, default=0)
-
-    def train(self, num_steps: int) -> None:
-        self.chain |= dict.fromkeys(range(self.step + 1, self.step + num_steps + 1), self.origin)
-
-
-@dataclass
-class World:
-    """A run as its storage and its nodes see it, and, beside that, what really happened."""
-
-    starts: dict[Origin, RestorePoint] = field(default_factory=dict)
-    snapshots: list[tuple[Label, dict[int, Origin], bool]] = field(default_factory=list)
-    """Label, its state's chain, whether its node is there."""
-    checkpoints: dict[CheckpointName, dict[int, Origin]] = field(default_factory=dict)
-    lives: list[Life] = field(default_factory=list)
-
-    def begin(self, origin: Origin) -> None:
-        """Restore as ranks do, by what can be seen; ``starts`` holds it before the first step, as
-        ``claim`` makes sure."""
-        standing, _ = in_lineage(
-            [Candidate(0, label) for label, _, there in self.snapshots if there], self.starts
-        )
-        elected = elect(standing, origin[0]).candidate
-        durable = self.lineage()
-        chain: dict[int, Origin] = self.checkpoints[durable[-1]] if durable else {}
-        if elected is not None and elected.label.step > max(chain, default=0):
-            chain = next(chain for label, chain, _ in self.snapshots if label == elected.label)
-        self.lives.append(Life(origin, dict(chain)))
-        self.starts[origin] = RestorePoint(self.lives[-1].step, fresh=not chain)
-
-    def lineage(self) -> list[CheckpointName]:
-        """Checkpoints that count."""
-        return checkpoints_in_lineage(self.checkpoints, self.starts)
-
-    def leave(self, life: Life, there: bool) -> None:
-        submission, attempt = life.origin
-        label = Label(submission, attempt, life.step, 0, str(sorted(life.chain.items())), None)
-        self.snapshots.append((label, dict(life.chain), there))
-
-    def commit(self, life: Life) -> None:
-        self.checkpoints.setdefault(CheckpointName(life.step, *life.origin), dict(life.chain))
-
-
-ACTS = st.tuples(
-    # the next attempt is of the same submission or of a newer one
-    st.sampled_from(["same", "newer"]),
-    st.integers(0, 5),  # steps that it takes
-    st.sampled_from(["snapshot", "lost snapshot", "checkpoint", "both", "nothing"]),
-    # what a rank of an older attempt, not dead, does meanwhile
-    st.sampled_from([None, "snapshot", "checkpoint", "both"]),
-    st.integers(0, 4),  # which one
-    st.booleans(),  # nodes that were away come back
-)
-
-
-@given(st.lists(ACTS, min_size=1, max_size=10))
-def test_whatever_dies_or_wakes_the_run_has_one_lineage(
-    history: list[tuple[str, int, str, str | None, int, bool]],
-) -> None:
-    """Attempts and submissions follow each other; ranks of older ones may go on for a while, and
-    leave what they like."""
-    world, origin = World(), (1, 0)
-    for follows, num_steps, leaves, zombie_leaves, which, comes_back in history:
-        origin = (origin[0] + (follows == "newer"), origin[1] + 1)
-        world.begin(origin)
-        life = world.lives[-1]
-        began = dict(life.chain)
-        replaced = world.lives[:-1]
-        if zombie_leaves is not None and replaced:
-            zombie = replaced[which % len(replaced)]
-            zombie.train(2)
-            if zombie_leaves in ("snapshot", "both"):
-                world.leave(zombie, there=True)
-            if zombie_leaves in ("checkpoint", "both"):
-                world.commit(zombie)
-        life.train(num_steps)
-        if "snapshot" in leaves or leaves == "both":
-            world.leave(life, there=leaves != "lost snapshot")
-        if leaves in ("checkpoint", "both"):
-            world.commit(life)
-        if comes_back:
-            world.snapshots = [(label, chain, True) for label, chain, _ in world.snapshots]
-        for name in world.lineage():
-            taken = world.checkpoints[name]
-            assert taken == {step: by for step, by in life.chain.items() if step <= name.step}, (
-                "a checkpoint of another history"
-            )
-        standing, _ = in_lineage(
-            [Candidate(0, label) for label, _, _ in world.snapshots], world.starts
-        )
-        for label, chain, _ in world.snapshots:
-            if Candidate(0, label) in standing and label.origin < origin:
-                assert chain == {step: by for step, by in began.items() if step <= label.step}, (
-                    "a snapshot of another history"
-                )
 
 
 CANDIDATES = st.lists(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -161,33 +160,6 @@ def test_ranks_that_would_send_at_other_steps_are_refused(tmp_path: Path) -> Non
     both(made, [0, 1])
 
 
-def test_pieces_are_written_over_the_files_of_older_ones(pair: list[Rank]) -> None:
-    """Two files for each rank on a node, by turns, and none is left to the next attempt."""
-    stores = [snapshot_store(rank.ctx) for rank in pair]
-    files = []
-    for _ in range(4):
-        both(step_and_gate, pair)
-        labels = sorted(stores[0].labels(), key=lambda label: label.rank)
-        files.append([stores[0]._state_path(label).stat().st_ino for label in labels])
-        for label in labels:
-            assert stores[0].read(label)["shards"]["model/w"].equal(pair[label.rank].state.weight)
-    assert files[0] == files[2] and files[1] == files[3] and {*files[0]}.isdisjoint(files[1])
-    assert len(list(stores[0].directory.glob("*.tmp"))) == 2
-    stores[0].drop_spares()
-    assert list(stores[0].directory.glob("*.tmp")) == []
-
-
-def test_a_piece_that_comes_is_not_written_over_one_that_somebody_reads(pair: list[Rank]) -> None:
-    both(step_and_gate, pair)
-    store = snapshot_store(pair[0].ctx)
-    [theirs] = [label for label in store.labels() if label.rank == 1]
-    held = store.read(theirs)["shards"]["model/w"]
-    before = held.clone()
-    for _ in range(3):
-        both(step_and_gate, pair)
-    assert held.equal(before) and not before.equal(pair[1].state.weight)
-
-
 def test_a_gate_does_not_wait_for_a_rank_that_left(pair: list[Rank]) -> None:
     both(step_and_gate, pair)
     pair[0].make_step()
@@ -304,22 +276,6 @@ def test_a_piece_that_is_verified_for_long_is_no_silence(
     monkeypatch.setattr(SnapshotStore, "take_in", slowly)
     both(step_and_gate, pair)
     assert [rank.keeper.committed for rank in pair] == [1, 1]
-
-
-def test_several_ranks_are_sent_their_pieces_at_once(
-    pair: list[Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of them takes in nothing until the other one has its piece."""
-    both(step_and_gate, pair)
-    label, served = newest(pair[0]), threading.Event()
-
-    def send(rank: int, label: Label) -> None:
-        if rank == 3:
-            served.set()
-        assert served.wait(DEADLINE_S)
-
-    monkeypatch.setattr(pair[0].keeper._links, "send", send)
-    assert pair[0].keeper.bring({Move(0, 2, 0): label, Move(0, 3, 0): label}) == []
 
 
 def test_pieces_are_brought_to_a_node_that_lacks_them(pair: list[Rank]) -> None:

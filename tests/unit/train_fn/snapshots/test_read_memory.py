@@ -33,15 +33,6 @@ def test_every_bit_arrives_with_its_sum(held: list[torch.Tensor], piece_bytes: i
         assert torch.equal(bytes_of(one), bytes_of(other))
 
 
-def test_a_tensor_of_many_pieces_and_many_small_ones_arrive() -> None:
-    held = [torch.arange(3_000_001), *(torch.full((3,), float(each)) for each in range(2000))]
-    found = [torch.empty_like(each) for each in held]
-    with lent(held) as window:
-        assert window is not None
-        assert read_memory(window, found) == list(map(word_sum, held))
-    assert all(map(torch.equal, found, held))
-
-
 def test_a_process_that_is_gone_or_another_one_is_not_read() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -57,12 +48,6 @@ def test_a_process_that_is_gone_or_another_one_is_not_read() -> None:
         assert window is not None
         read_memory(window._replace(places=(Place(16, 12),)), found)
     assert (found[0] == 0).all()
-
-
-def test_without_a_machine_nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_file, "machine", lambda: "")
-    with lent([torch.ones(1)]) as window:
-        assert window is None
 
 
 def test_room_is_that_of_memory_where_it_fits() -> None:

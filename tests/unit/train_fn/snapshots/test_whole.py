@@ -26,7 +26,6 @@ from tests.support.one_rank import journal_of
 from tests.support.saves import advance, make_context, make_state
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.save_slot import BoundaryCopies
-from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
 from train_fn.snapshots import forgotten
 from train_fn.snapshots import store as snapshot_module
@@ -174,29 +173,6 @@ def test_two_snapshots_are_kept_and_no_more_is_ever_held(
     publisher.close()
     assert steps(ctx) == [4, 5]
     assert held == [1, 2, 2, 2, 2]  # the one being written among them
-
-
-@pytest.mark.usefixtures("at_every_step")
-def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
-    ctx, state = make_context(tmp_path, every_steps=1, keep_latest=3), make_state()
-    copies = BoundaryCopies(state)
-    saver, publisher = Saver(ctx, state, copies), make_publisher(ctx, state, copies)
-    for step in range(1, 30):
-        advance(state, step)
-        saver.offer(due=True, is_best=False)
-        publisher.after_step()
-    publisher.close()
-    saver.save_now()
-    saver.close()
-    store = snapshot_store(ctx)
-    for label in store.labels():
-        assert torch.equal(
-            store.read(label)["model"]["weight"], torch.full((2, 2), float(label.step))
-        )
-    newest = ctx.checkpoints.list()[-1]
-    assert newest.step == 29
-    saved = torch.load(Path(ctx.checkpoints.path(newest.name)) / "model.pt", weights_only=True)
-    assert torch.equal(saved["weight"], torch.full((2, 2), 29.0))
 
 
 # ---------------------------------------------------------------- who, and when not

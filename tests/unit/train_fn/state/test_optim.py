@@ -28,7 +28,6 @@ from everstep.spec.sections import (
 )
 from train_fn.checks.trained import LearningRates
 from train_fn.errors import BadTask
-from train_fn.state import optim
 from train_fn.state.optim import (
     Optimizers,
     Packer,
@@ -301,13 +300,6 @@ def test_who_knows_the_optimizer_sees_that_its_values_are_others(change: Any) ->
     assert_same(unpacked(packer.packed(state)), state)
 
 
-def test_who_knows_the_optimizer_sees_that_a_value_does_not_fit_any_more() -> None:
-    state, packer = trained(KINDS["adamw"]).state_dict(), Packer()
-    assert "flat" in packer.packed(state)
-    state["state"][2]["exp_avg"] = None
-    assert packer.packed(state) is state
-
-
 class Odd(torch.Tensor):
     """Not torch's own class."""
 
@@ -341,31 +333,6 @@ def test_what_does_not_fit_one_flat_tensor_is_left_as_it_is(name: str, everywher
         assert "flat" in made, "these are alike"
     else:
         assert made is state and unpacked(made) is state
-
-
-def test_parameters_whose_values_have_other_names_are_left_as_they_are() -> None:
-    state = {
-        "state": {0: {"a": torch.ones(2)}, 1: {"a": torch.ones(2), "b": torch.ones(3)}},
-        "param_groups": [],
-    }
-    assert packed(state) is state
-    empty: dict[str, Any] = {"state": {}, "param_groups": []}
-    assert packed(empty) is empty and packed({"state": {0: {}}}) == {"state": {0: {}}}
-
-
-def test_large_moments_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = trained(KINDS["adamw"]).state_dict()
-    num_bytes = sum(value.nbytes for values in state["state"].values() for value in values.values())
-    monkeypatch.setattr(optim, "FLAT_BYTES", num_bytes)
-    assert "flat" in packed(state)
-    monkeypatch.setattr(optim, "FLAT_BYTES", num_bytes - 1)
-    assert packed(state) is state
-
-
-def test_what_an_optimizer_keeps_beside_its_values_stays() -> None:
-    state = trained(KINDS["adamw"]).state_dict() | {"own": {"rounds": 3}}
-    made = packed(state)
-    assert made["own"] == {"rounds": 3} and unpacked(made)["own"] == {"rounds": 3}
 
 
 class Odd(torch.optim.Optimizer):

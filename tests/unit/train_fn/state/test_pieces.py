@@ -254,9 +254,8 @@ def history(seed: int, mutation: str = "") -> int:
     return again
 
 
-@pytest.mark.parametrize("num_seeds", [300, pytest.param(3000, marks=pytest.mark.slow)])
-def test_no_reported_step_is_lost_in_any_history(num_seeds: int) -> None:
-    assert sum(history(seed) for seed in range(num_seeds)) > 0
+def test_no_reported_step_is_lost_in_any_history() -> None:
+    assert sum(history(seed) for seed in range(500)) > 0
 
 
 @pytest.mark.parametrize("mutation", ["remove too early", "no wait", "an heir on the same node"])

@@ -170,15 +170,6 @@ def test_what_shares_its_memory_goes_on_to_see_the_parameter(
     assert (seen.reshape(-1)[:LARGE] == 7).all()
 
 
-def test_a_parameter_of_two_names_gets_the_value_that_a_copy_gives_it() -> None:
-    holder = Holder()
-    tie(holder)
-    saved = {name: torch.full((LARGE,), value) for name, value in (("weight", 1.0), ("twin", 2.0))}
-    adopt(holder, saved)
-    holder.load_state_dict(saved)
-    assert (holder.weight == 2).all() and (saved["weight"] == 1).all()
-
-
 @st.composite
 def parameters(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """The memory of a parameter, a value for it, and whether it is trained."""

@@ -76,32 +76,6 @@ def test_neither_the_warm_up_nor_a_failed_step_shows_in_the_tasks_state(
     assert task.passes == NUM_PASSES
 
 
-@pytest.mark.own_process
-def test_attributes_that_a_first_pass_changes_begin_as_they_were(
-    tmp_path: Path,
-) -> None:
-    class Stepping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps, self.inner, self.same = 0, nn.Linear(4, 1), [1, 2]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.steps += 1
-            found: torch.Tensor = self.inner(x)
-            return found
-
-    class Task(Counting):
-        def build_model(self) -> nn.Module:
-            self.model = Stepping()
-            return self.model
-
-    task, ctx = Task(), one_rank(SPEC, RunDir(open_storage(str(tmp_path)), "run_task"))
-    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "build_task", lambda spec: task)
-        assert train(ctx) is None
-    assert task.passes == NUM_PASSES
-
-
 def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
     module = nn.Linear(2, 2)
     owner = type("Own", (nn.Linear,), {"__module__": "own"})(2, 2)

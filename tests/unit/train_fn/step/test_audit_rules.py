@@ -77,14 +77,3 @@ def test_a_rank_alone_is_named_if_two_of_its_three_results_agree(
 ) -> None:
     dispute = Dispute(4, 0, 0, computed(WRONG), computed(RIGHT))
     assert settled(dispute, [computed(again)]) == named
-
-
-def test_what_differs_is_said() -> None:
-    assert computed(1).differing(computed(1)) == []
-    assert computed(1).differing(computed(2)) == ["its gradient"]
-    other = Computed(2, "0x1p+1 0x1p+0", 1, 3)
-    assert computed(1).differing(other) == [
-        "its samples",
-        "its loss",
-        "what its forward pass changes",
-    ]

@@ -19,9 +19,7 @@ from everstep.spec.run_spec import RunSpec
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import claim_cpu
 from train_fn.errors import PeersGone
-from train_fn.node.memory import memory_summary
 from train_fn.protect.training import warn_of_lost_state
-from train_fn.recovery import settings
 from train_fn.recovery.settings import (
     COMMUNICATOR_S,
     NCCL_ENV,
@@ -173,26 +171,6 @@ def test_infiniband_gives_a_silent_host_up_as_soon_as_tcp_does_unless_somebody_k
     assert seconds == pytest.approx(RecoverySettings().silent_peer_s, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("of_the_spec", "is_pinned_fast"),
-    [
-        ({}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
-    ],
-)
-def test_memory_is_pinned_by_several_threads_unless_the_spec_sets_the_allocator(
-    of_the_spec: dict[str, str], is_pinned_fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (*settings._NODE_DEFAULTS, "PYTORCH_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")  # so that it is put back
-        monkeypatch.delenv(name)
-    take_environment(of_the_spec)
-    assert of_the_spec.items() <= os.environ.items()
-    words = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    assert ("pinned_num_register_threads:8" in words) is is_pinned_fast
-
-
 @pytest.mark.parametrize(("wanted", "is_set"), [(True, True), ("auto", False), (False, False)])
 def test_one_order_of_summation_is_set_where_the_spec_asks_for_it(
     wanted: bool | str, is_set: bool
@@ -224,10 +202,6 @@ def test_what_holds_follows_from_the_device(
     assert reproducibility() == expected
     assert reproducibility(compiled=True) == "float tolerance"
     assert torch.backends.cudnn.benchmark is (before if benchmark is None else benchmark)
-
-
-def test_a_host_without_a_gpu_has_no_gpu_memory_to_show() -> None:
-    assert memory_summary(torch.OutOfMemoryError(), torch.device("cpu")) is None
 
 
 OWN_SCRIPT = """

@@ -79,22 +79,6 @@ def carried(report: ReportSums, votes: Votes = NO_VOTES) -> StepTotals:
     return report.take()
 
 
-@given(st.integers(0, 2**64 - 1), st.floats(-1e6, 1e6))
-def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> None:
-    report = ReportSums(ALONE)
-    report.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
-    found = carried(report, Votes("pause", 40, save=True))
-    facts = found.facts
-    assert found.counted() == Count(5, 1, 2, sample_hash)
-    assert (found.loss_sum, found.weight, facts.stop, facts.checkpoint_step) == (
-        np.float32(loss),
-        5,
-        "pause",
-        40,
-    )
-    assert facts.num_nonfinite == 0 and facts.save
-
-
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2**64 - 1)), min_size=1, max_size=4))
 def test_every_step_s_totals_are_its_own(steps: list[tuple[int, int]]) -> None:
     """Also where its sums lie elsewhere in memory than those before: those are still there, and say

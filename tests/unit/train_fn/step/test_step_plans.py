@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.train_fn.samples.test_sampler import SAMPLERS
-from train_fn.samples.ledger import Count, difference, sample_hashes
+from train_fn.samples.ledger import Count, sample_hashes
 from train_fn.samples.sampler import MicroBatch, Sampler
 from train_fn.samples.streams import StreamSampler
 from train_fn.step.report_sums import _MOST_STEPS, StepPlans, expect
@@ -51,23 +50,3 @@ def test_a_plan_is_the_sampler_s_share_with_its_hashes(
                 assert plan.expected == expect(
                     Count(num_samples, 0, 0, sum(plan.hashes) % 2**64), world_size
                 )
-
-
-@given(
-    st.integers(0, 9),
-    st.integers(0, 99),
-    st.lists(st.integers(0, 2**40), min_size=1, max_size=40),
-    st.integers(0, 2**64 - 1),
-)
-def test_only_a_batch_that_is_the_expected_one_is_counted_as_such(
-    epoch: int, step: int, samples: list[int], wrong_hash: int
-) -> None:
-    """A batch in another order is hashed by itself, past the hash that was worked out before."""
-    batch = np.array(samples, dtype=np.int64)
-    (hashed,) = sample_hashes([(epoch, step)], [batch])
-    assert difference(epoch, step, batch, batch.copy(), wrong_hash) is None
-    reordered = np.roll(batch, 1)
-    if reordered.tolist() != samples:
-        differs = difference(epoch, step, batch, reordered, wrong_hash)
-        assert differs is not None
-        assert Count(len(samples), 0, 0, wrong_hash) + differs == Count(len(samples), 0, 0, hashed)
