@@ -121,7 +121,7 @@ class OfTask:
     def held_by(self) -> dict[str, Any]:
         assert self._progress.replica is not None
         replica = self._progress.replica
-        return {"self": replica.task, **steppers_of(replica.state)}
+        return {"self": replica.parts.task, **steppers_of(replica.state)}
 
 
 class OfLoop:

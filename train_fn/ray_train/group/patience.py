@@ -24,7 +24,7 @@ from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckTimeoutError,
 )
 from train_fn.ray_train.scaling import ReadNodes
-from train_fn.recovery import waiting
+from train_fn.recovery import error_text
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import (
     SILENT_S,
@@ -373,7 +373,7 @@ class StackReports:
         workers = group.get_workers()
         stacks = answers([worker.actor.stack.remote() for worker in workers])
         node_ids = {rank: worker.metadata.node_id for rank, worker in enumerate(workers)}
-        found = waiting.report(stacks, node_ids, TRAINING_THREAD)
+        found = error_text.report(stacks, node_ids, TRAINING_THREAD)
         if order_id is None:
             logger.warning("nothing has moved for %.0f s: %s", quiet_s, found["summary"])
         facts = {"id": order_id, "quiet_s": round(quiet_s, 1), "step": self._log.journal.last_step}
