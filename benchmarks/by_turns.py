@@ -26,10 +26,9 @@ from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.driver.command import main
 from train_fn.loop.attempt import begin, take_step
-from train_fn.loop.replica import Replica, StepModule
+from train_fn.loop.passes import StepModule
+from train_fn.loop.step import set_rates
 from train_fn.loop.training import RankProgress, Training, prepare
-from train_fn.samples.loader import Loader
-from train_fn.state.optim import lr_factor
 
 SETTLING = 14
 """Steps at a turn's begin that are not counted: what one kind does in the background may last into
@@ -66,16 +65,17 @@ def train(ctx: WorkerContext) -> Stop | None:
     training = prepare(ctx, RankProgress())
     begin(training)
     replica, saver = training.replica, training.session.saver
-    assert replica.wrapped is not None
-    protected_module, plain_module = replica.wrapped, _plain_module(training)
+    passes = replica.passes
+    assert passes.wrapped is not None
+    protected_module, plain_module = passes.wrapped, _plain_module(training)
     keepers = _keepers() if ctx.world_rank == 0 else []
     turns: list[Turn] = []
     try:
-        for number in range(replica.total_steps // BLOCK):
+        for number in range(passes.parts.total_steps // BLOCK):
             kind = ORDER[number % len(ORDER)]
             for keeper in keepers:
                 os.kill(keeper, signal.SIGSTOP if kind == "alone" else signal.SIGCONT)
-            replica.wrapped = protected_module if kind == "protected" else plain_module
+            passes.wrapped = protected_module if kind == "protected" else plain_module
             replica.state.closed_epochs = replica.state.epoch
             # the saves that plain steps left out are not made up for
             if ctx.world_rank == 0 and kind == "protected":
@@ -91,18 +91,10 @@ def train(ctx: WorkerContext) -> Stop | None:
 
 
 def _plain_module(training: Training) -> DistributedDataParallel:
-    ctx, replica = training.ctx, training.replica
-    train = ctx.spec.train
-    module = StepModule(
-        replica.task,
-        replica.state.model,
-        train.precision,
-        ctx.device,
-        None,
-        replica.state,
-        compiled=train.compile,
+    ctx = training.ctx
+    return DistributedDataParallel(
+        StepModule(training.replica.parts, ctx.spec.train, ctx.device, None)
     )
-    return DistributedDataParallel(module)
 
 
 def _turn(training: Training, kind: Kind) -> Turn:
@@ -118,26 +110,25 @@ def _seconds_of_step(training: Training, kind: Kind) -> float:
     if kind == "protected":
         take_step(training)
     else:
-        _take_plain_step(training.ctx, training.replica, training.loader)
+        _take_plain_step(training)
     return time.perf_counter() - began
 
 
-def _take_plain_step(ctx: WorkerContext, replica: Replica, loader: Loader) -> None:
-    state = replica.state
-    num_samples, share, *_ = replica.plans.of(state.step)
+def _take_plain_step(training: Training) -> None:
+    ctx, loader, exchange = training.ctx, training.loader, training.exchange
+    parts, state = training.replica.parts, training.replica.state
+    num_samples, share, *_ = training.plans.of(state.step)
     scale = ctx.world_size / num_samples
-    num_passes = replica.num_passes(len(share))
+    num_passes = len(exchange.passes(share))
     for position in range(num_passes):
         batch = next(loader).batch if position < len(share) else None
-        with replica.synchronising(position == num_passes - 1):
-            loss_sum, _ = replica.forward(batch)
+        with exchange.around(position == num_passes - 1):
+            loss_sum, _ = exchange.forward(batch, 0)
             state.scaler.scale(loss_sum * scale).backward()
     loader.prefetch()
     assert isinstance(state.optimizer, Optimizer)
     state.scaler.unscale_(state.optimizer)
-    replica.learning_rates.set(
-        lr_factor(ctx.spec.schedule, state.step, replica.total_steps, state.steps_per_epoch)
-    )
+    set_rates(training.rates, ctx.spec.schedule, parts)
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)

@@ -43,7 +43,7 @@ from train_fn.checkpoints.commit import MODEL_FILE, STATE_FILE, load_checkpoint
 from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
-from train_fn.loop.replica import wrap
+from train_fn.loop.passes import wrap
 from train_fn.state.train_state import TrainState
 
 BYTES_PER_PARAMETER = 12

@@ -157,9 +157,9 @@ def _rank(rank: int, case: Case, modes: tuple[str, ...], base: str) -> None:
                 walls.append(time.perf_counter() - began)
                 cpus.append(time.process_time() - began_cpu)
         turns.append((mode, walls, cpus))
-    replica = trainings[modes[-1]].replica
-    gradient_bytes = sum(parameter.nbytes for parameter in replica.parameters)
-    sent = replica.exchange.num_bytes_sent if replica.exchange is not None else None
+    passes = trainings[modes[-1]].replica.passes
+    gradient_bytes = sum(parameter.nbytes for parameter in passes.parts.trained.parameters)
+    sent = passes.tree.num_bytes_sent if passes.tree is not None else None
     audit = trainings[modes[-1]].audit
     begin_s = None
     if audit is not None:

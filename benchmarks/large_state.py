@@ -39,7 +39,7 @@ STAGES = {
     "leave: lend": "train_fn.snapshots.leaving:_lend",
     "leave: write": "train_fn.snapshots.leaving:SnapshotStore.write",
     "leave: compare": "train_fn.snapshots.leaving:state_digest",
-    "build": "train_fn.loop.training:build_replica",
+    "build": "train_fn.loop.training:Replica",
     "elect and read": "train_fn.session.session:find_newest",
     "read": "train_fn.snapshots.store:read_state",
     "check data": "train_fn.loop.training:check_data",

@@ -25,7 +25,7 @@ from PIL import Image
 from benchmarks.report import summary, write
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.tasks import ImageFolderArgs
-from train_fn.data.image_folder import load_image_folder
+from train_fn.data.images import load_image_folder
 from train_fn.samples.loader import KeyedDataset, Loader, collate_of
 from train_fn.samples.sampler import Sampler
 

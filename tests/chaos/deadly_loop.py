@@ -33,10 +33,8 @@ from storage.errors import StorageUnavailable
 from storage.run_control import Stop
 from train_fn.checkpoints.commit import Committer
 from train_fn.context import WorkerContext
-from train_fn.loop import attempt
-from train_fn.loop import attempt as boundary
+from train_fn.loop import attempt, epoch_end
 from train_fn.loop import training as preparing
-from train_fn.loop.build import Parts
 from train_fn.loop.replica import Replica
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
@@ -165,13 +163,13 @@ _SECTIONS: dict[str, Callable[[_Steps, int], None]] = {
 
 
 def _at_start(strike: Strike) -> None:
-    build = preparing.build_replica
+    build = preparing.Replica
 
-    def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
+    def build_replica(ctx: WorkerContext) -> Replica:
         strike.fall()
-        return build(ctx, parts)
+        return build(ctx)
 
-    preparing.build_replica = build_replica
+    preparing.Replica = build_replica  # type: ignore[misc,assignment]
 
 
 KERNEL = 'extern "C" __global__ void reach_out(float* x) { x[1ull << 40] = 1.0f; }'
@@ -213,17 +211,18 @@ def _in_backward(
 ) -> None:
     join = preparing.join
 
-    def join_and_watch(self: Replica, **how: bool) -> None:
-        join(self, **how)
+    def join_and_watch(ctx: WorkerContext, replica: Replica, **how: bool) -> None:
+        join(ctx, replica, **how)
+        state, parameters = replica.state, replica.parts.trained.parameters
 
         def gradient_is_there(_: Any) -> None:
             # of the step's micro-batches
-            syncs = getattr(self.wrapped, "require_backward_grad_sync", True)
-            if syncs == is_last and self.state.step == strike.step and self.state.complete:
-                fall(self.parameters[0].device)
+            syncs = getattr(replica.passes.wrapped, "require_backward_grad_sync", True)
+            if syncs == is_last and state.step == strike.step and state.complete:
+                fall(parameters[0].device)
 
         # the first parameter's gradient is the last to come
-        self.parameters[0].register_hook(gradient_is_there)
+        parameters[0].register_hook(gradient_is_there)
 
     preparing.join = join_and_watch
 
@@ -240,14 +239,14 @@ def _in_commit(strike: Strike) -> None:
 
 
 def _in_evaluation(strike: Strike) -> None:
-    evaluate = boundary.evaluate
+    evaluate = epoch_end.evaluate
 
     def evaluate_or_die(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
         if replica.state.step >= strike.step:
             strike.fall()
         return evaluate(ctx, replica)
 
-    boundary.evaluate = evaluate_or_die
+    epoch_end.evaluate = evaluate_or_die
 
 
 def _in_checkpoint(strike: Strike) -> None:

@@ -405,28 +405,29 @@ def context_of(job: Job, rank: int, journal: ListJournal, outcome: Outcome) -> W
 
 def _die_at(job: Job, rank: int, journal: ListJournal) -> None:
     """Let this rank end itself where the job says."""
-    from train_fn.loop import attempt, commit
-    from train_fn.loop.replica import Replica
+    from train_fn.loop import commit, epoch_end
+    from train_fn.loop.build import Parts
+    from train_fn.loop.passes import Passes
     from train_fn.session.session import Session
 
     def at(place: Place, step: int | None = None) -> None:
         if job.dies(rank, journal.steps_done() if step is None else step, place):
             journal.die()
 
-    pass_gate, keep, evaluate = Session.pass_gate, Session.keep, attempt.evaluate
-    forward, update = Replica.forward, commit._update_weights
+    pass_gate, keep, evaluate = Session.pass_gate, Session.keep, epoch_end.evaluate
+    forward, update = Passes.forward, commit._update_weights
 
-    def forward_or_die(replica: Replica, batch: Any) -> Any:
+    def forward_or_die(passes: Passes, batch: Any) -> Any:
         at("forward")
-        return forward(replica, batch)
+        return forward(passes, batch)
 
     def pass_gate_or_die(session: Session) -> None:
         at("gate")
         pass_gate(session)
 
-    def update_or_die(replica: Replica) -> bool:
+    def update_or_die(parts: Parts) -> bool:
         at("update")
-        was_skipped = update(replica)
+        was_skipped = update(parts)
         at("torn")
         return was_skipped
 
@@ -438,10 +439,10 @@ def _die_at(job: Job, rank: int, journal: ListJournal) -> None:
         at("evaluation", journal.steps_done() - 1)
         return evaluate(*arguments)
 
-    Replica.forward = forward_or_die  # type: ignore[method-assign]
+    Passes.forward = forward_or_die  # type: ignore[method-assign]
     Session.pass_gate = pass_gate_or_die  # type: ignore[method-assign]
     Session.keep = keep_or_die  # type: ignore[method-assign]
-    attempt.evaluate = evaluate_or_die
+    epoch_end.evaluate = evaluate_or_die
     commit._update_weights = update_or_die
     if job.killed is not None and job.place == "copying":
         die_while_sending(job.killed[1], journal.die)

@@ -16,7 +16,7 @@ from tests.integration.test_exactness_changed_in_place import Task
 from tests.integration.test_exactness_small_batches import small_spec
 from tests.support.two_groups import only_in_chaos
 from train_fn.loop import build
-from train_fn.loop.commit import TORN
+from train_fn.loop.epoch_end import TORN
 from train_fn.recovery.evidence import StepFailed
 
 HERE = "tests.integration.test_exactness_epoch_hook"

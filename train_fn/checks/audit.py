@@ -16,6 +16,7 @@ from torch import nn
 
 from everstep.wire.drills import DrillKind
 from train_fn.checks.check import Moment, checked
+from train_fn.checks.ranks import Together
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, Miscomputed, PeerMiscomputed, few
 from train_fn.samples.sampler import MicroBatch, generators_kept, key
@@ -31,10 +32,11 @@ from train_fn.step.fingerprints import (
     local,
     settled,
 )
-from train_fn.tasks.protocol import where
+from train_fn.tasks.protocol import METHOD, makes_own_steps, where
 
 if TYPE_CHECKING:
-    from train_fn.loop.replica import Replica
+    from train_fn.loop.build import Parts
+    from train_fn.loop.passes import Passes
 
 _WAY_OUT = "or set train.audit_fraction to 0"
 NOT_WATCHED: AbstractContextManager[None] = contextlib.nullcontext()
@@ -61,10 +63,15 @@ class StepAudit:
     Raises BadTask if the task's micro-batches cannot be computed again.
     """
 
-    def __init__(self, ctx: WorkerContext, replica: Replica, flips: BitFlips) -> None:
-        self._ctx, self._replica, self._flips = ctx, replica, flips
+    def __init__(
+        self, ctx: WorkerContext, passes: Passes, together: Together, flips: BitFlips
+    ) -> None:
+        self._passes, self._together, self._flips = passes, together, flips
+        parts = passes.parts
+        self._parts, self._peers = parts, passes.peers
+        self._state, self._sampler, self._trained = parts.state, parts.sampler, parts.trained
         self._fraction = ctx.spec.train.audit_fraction
-        _require_repeatable(replica)
+        _require_repeatable(passes)
         self.is_due = False
         """Whether the present step is audited."""
         self._own: MicroBatch | None = None
@@ -74,11 +81,10 @@ class StepAudit:
 
     def begin(self) -> None:
         """Begin a step."""
-        replica = self._replica
-        self.is_due = is_audited(replica.sampler.seed, replica.state.step, self._fraction)
+        self.is_due = is_audited(self._sampler.seed, self._state.step, self._fraction)
         if self.is_due:
-            self._own, self._record = self._micro_of(replica.peers.rank), None
-            self._weights = replica.trained.sums()
+            self._own, self._record = self._micro_of(self._peers.rank), None
+            self._weights = self._trained.sums()
 
     def watched(self, number: int) -> AbstractContextManager[None]:
         """Return the context of this rank's pass over micro-batch ``number``."""
@@ -95,20 +101,18 @@ class StepAudit:
         """
         if not self.is_due:
             return
-        replica = self._replica
-        rank, world_size = replica.peers.rank, replica.peers.world_size
-        audited = self._micro_of(self._audited_by(rank))
+        audited = self._micro_of(self._audited_by(self._peers.rank))
         finding = _Finding(
             None if self._record is None else self._record.computed(),
             None if audited is None else self._computed(audited),
-            replica.fingerprints.of_gradients(),
-            (key(*self._weights), key(*replica.trained.sums())),
+            self._together.fingerprints.of_gradients(),
+            (key(*self._weights), key(*self._trained.sums())),
         )
-        found: list[_Finding] = replica.peers.gather(finding)
+        found: list[_Finding] = self._peers.gather(finding)
         if len({digest for each in found for digest in each.weights}) > 1:
             self._raise_for_weights()
         disputes = []
-        for auditor in range(world_size):
+        for auditor in range(self._peers.world_size):
             owner = self._audited_by(auditor)
             own, again, micro = found[owner].own, found[auditor].audited, self._micro_of(owner)
             if own is not None and again is not None and micro is not None and own != again:
@@ -121,46 +125,43 @@ class StepAudit:
     def rehearse(self) -> None:
         """Compute a micro-batch of the next step twice. Raise BadTask if results differ on one
         rank: an audit would blame a node for what the task does. A collective."""
-        replica = self._replica
-        if replica.state.step >= replica.last_step:
+        state = self._state
+        if state.step >= self._parts.last_step:
             return
-        [micro, *_] = replica.sampler.share(replica.state.epoch, replica.state.k, 0, 1)
+        [micro, *_] = self._sampler.share(state.epoch, state.k, 0, 1)
         first, second = self._computed(micro), self._computed(micro)
-        differing = [each for each in replica.peers.gather(first.differing(second)) if each]
+        differing = [each for each in self._peers.gather(first.differing(second)) if each]
         if differing:
             raise BadTask(
                 f"{' and '.join(differing[0])} differ when one micro-batch is computed twice. "
                 "train.audit_fraction compares results between ranks. Let "
-                f"{where(replica.task, 'loss')} and the data set draw from the global generators "
+                f"{where(self._parts.task, 'loss')} and the data set draw from the global "
+                "generators "
                 f"of torch, numpy and Python only, and depend on nothing else, {_WAY_OUT}"
             )
 
     # -- parts of it
 
     def _audited_by(self, rank: int) -> int:
-        replica = self._replica
-        return audited_rank(
-            replica.sampler.seed, replica.state.step, rank, replica.peers.world_size
-        )
+        return audited_rank(self._sampler.seed, self._state.step, rank, self._peers.world_size)
 
     def _micro_of(self, rank: int) -> MicroBatch | None:
         """Return the micro-batch of a rank that is audited; None if it has none in this step."""
-        replica = self._replica
-        state, sampler = replica.state, replica.sampler
-        share = sampler.share(state.epoch, state.k, rank, replica.peers.world_size)
+        state, sampler = self._state, self._sampler
+        share = sampler.share(state.epoch, state.k, rank, self._peers.world_size)
         if not share:
             return None
         return share[audited_place(sampler.seed, state.step, rank, len(share))]
 
     def _new_record(self) -> PassRecord:
-        replica = self._replica
-        return PassRecord(replica.step_module, replica.gradient_parameters, replica.moving.now)
+        passes = self._passes
+        return PassRecord(passes.module, self._trained.with_gradient, passes.moving.now)
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
         handle = None
         if self._flips.take(DrillKind.CORRUPT_GRADIENT):
-            chosen = self._flips.chosen(self._replica)
+            chosen = self._flips.chosen(self._parts)
             handle = chosen.register_hook(_flipped)  # type: ignore[no-untyped-call]
         self._record = self._new_record()
         try:
@@ -172,22 +173,20 @@ class StepAudit:
 
     def _computed(self, micro: MicroBatch) -> Computed:
         """Compute a micro-batch once more, and leave no trace of it."""
-        replica = self._replica
-        state = replica.state
-        with generators_kept(replica.peers.device), _gradients_kept(replica):
-            batch = replica.load(micro).batch
-            with replica.moving.repeated(), self._new_record() as record:
-                replica.seed(state.step, micro.number)
-                loss_sum, _ = replica.step_module(batch)
-                loss = loss_sum * replica.loss_scale(replica.sampler.size_of(state.k))
+        passes, state = self._passes, self._state
+        with generators_kept(self._peers.device), _gradients_kept(passes):
+            batch = passes.load(micro).batch
+            with passes.moving.repeated(), self._new_record() as record:
+                passes.seed(state.step, micro.number)
+                loss_sum, _ = passes.module(batch)
+                loss = loss_sum * passes.loss_scale(self._sampler.size_of(state.k))
                 state.scaler.scale(loss).backward()
         return record.computed()
 
     def _settle(self, disputes: Sequence[Dispute], gradients: Sequence[int]) -> None:
         """Find out who is wrong: all ranks compute the disputed micro-batches once more. Raises."""
-        replica = self._replica
         again = [self._computed(self._micro(dispute)) for dispute in disputes]
-        found = replica.peers.gather(again)
+        found = self._peers.gather(again)
         ranks, what = set[int](), list[str]()
         for place, dispute in enumerate(disputes):
             ranks.update(settled(dispute, [results[place] for results in found]))
@@ -198,22 +197,22 @@ class StepAudit:
         if len(set(gradients)) > 1:
             ranks.update(odd_ranks(gradients))
             what.append("the summed gradient differs between ranks")
-        error = Miscomputed(replica.state.step, sorted(ranks), ", and ".join(what))
-        if ranks and replica.peers.rank not in ranks:
+        error = Miscomputed(self._state.step, sorted(ranks), ", and ".join(what))
+        if ranks and self._peers.rank not in ranks:
             raise PeerMiscomputed(str(error))
         raise error
 
     def _raise_for_weights(self) -> None:
         """Raise RanksApart or PeerApart: weights are wrong, so the state of this step is not to be
         trusted. A collective."""
-        replica = self._replica
-        found = replica.peers.gather((replica.trained.sums(), self._weights))
+        trained = self._trained
+        found = self._peers.gather((trained.sums(), self._weights))
         pairs = [pair for now, before in found for pair in ((now, before), (now, found[0][0]))]
-        names = {name for now, other in pairs for name in replica.trained.differing(now, other)}
+        names = {name for now, other in pairs for name in trained.differing(now, other)}
         sums = [tuple(now) for now, _ in found]
         changed = tuple(rank for rank, (now, before) in enumerate(found) if now != before)
         what = f"weights {few(sorted(names))}"
-        replica.together.raise_apart(sums, what, changed or odd_ranks(sums))
+        self._together.raise_apart(sums, what, changed or odd_ranks(sums))
 
     def _micro(self, dispute: Dispute) -> MicroBatch:
         micro = self._micro_of(dispute.owner)
@@ -229,9 +228,9 @@ def _flipped(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _gradients_kept(replica: Replica) -> Iterator[None]:
+def _gradients_kept(passes: Passes) -> Iterator[None]:
     """Let a backward pass in the block begin without gradients, and put back those of the step."""
-    parameters = list(replica.step_module.parameters())
+    parameters = list(passes.module.parameters())
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -240,32 +239,33 @@ def _gradients_kept(replica: Replica) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        if replica.used is not None:
-            replica.used.forget()
+        if passes.used is not None:
+            passes.used.forget()
 
 
 @checked(Moment.RESTORED, cost="none")
-def _require_repeatable(replica: Replica) -> None:
+def _require_repeatable(passes: Passes) -> None:
     """Raise BadTask if another rank cannot compute this rank's micro-batches again."""
-    if replica.own_updates is not None:
+    task = passes.parts.task
+    if makes_own_steps(task):
         raise BadTask(
-            f"{replica.own_updates.source} makes its own steps, which an audit cannot repeat "
+            f"{where(task, METHOD)} makes its own steps, which an audit cannot repeat "
             f"without a change. Let the task return a loss instead, {_WAY_OUT}"
         )
-    if replica.exchanges_in_forward:
+    if passes.exchanges_in_forward:
         raise BadTask(
-            f"{where(replica.task, 'build_model')} returned a model that exchanges in its forward "
+            f"{where(task, 'build_model')} returned a model that exchanges in its forward "
             "pass, so no rank can repeat a pass of another one alone. Use layers that see one "
             f"micro-batch only, as BatchNorm for SyncBatchNorm, {_WAY_OUT}"
         )
-    if isinstance(replica.train_set, StreamSet):
+    if isinstance(passes.parts.train_set, StreamSet):
         raise BadTask(
-            f"{where(replica.task, 'build_datasets')} returned iterable data, which another rank "
+            f"{where(task, 'build_datasets')} returned iterable data, which another rank "
             f"cannot read again at any place. Use a map-style data set, {_WAY_OUT}"
         )
-    if replica.changed_by_pass:
+    if passes.changed:
         raise BadTask(
-            f"a pass changes {few(replica.changed_by_pass)}, so its result may depend on the "
+            f"a pass changes {few(passes.changed)}, so its result may depend on the "
             "passes before it, and another rank cannot repeat it. Keep what passes change in "
             "buffers of the model, and take the count of steps from the parameter step of loss, "
             f"{_WAY_OUT}"
@@ -290,20 +290,20 @@ class BitFlips:
         self._ctx = ctx
         self._done: str | None = None
 
-    def flip(self, replica: Replica, *, is_audited: bool) -> None:
+    def flip(self, parts: Parts, *, is_audited: bool) -> None:
         """Flip the bit that the newest drill asks for. Call it between the exchange of a step and
         its digests. In a step that is audited, the audit flips bits of gradients."""
         for kind in (DrillKind.CORRUPT_GRADIENT, DrillKind.CORRUPT_WEIGHTS):
             if (is_audited and kind is DrillKind.CORRUPT_GRADIENT) or not self.take(kind):
                 continue
-            parameter = self.chosen(replica)
+            parameter = self.chosen(parts)
             tensor = parameter.grad if kind is DrillKind.CORRUPT_GRADIENT else parameter.data
             tensor = None if tensor is None else local(tensor)
             if tensor is None or tensor.layout is not torch.strided or not tensor.numel():
                 logger.warning("drill %s: there is no gradient in which to flip a bit", kind)
                 return
             flip_low_bit(tensor)
-            logger.warning("drill %s flipped a bit at step %d", kind, replica.state.step)
+            logger.warning("drill %s flipped a bit at step %d", kind, parts.state.step)
 
     def take(self, kind: DrillKind) -> bool:
         """Return whether this rank is to flip a bit now, in a drill of this kind. It is then done
@@ -315,9 +315,10 @@ class BitFlips:
         return (order.rank, order.attempt) == (self._ctx.world_rank, self._ctx.attempt)
 
     @staticmethod
-    def chosen(replica: Replica) -> nn.Parameter:
+    def chosen(parts: Parts) -> nn.Parameter:
         """Return the parameter in which a bit is flipped."""
-        return replica.parameters[len(replica.parameters) // 2]
+        parameters = parts.trained.parameters
+        return parameters[len(parameters) // 2]
 
 
 @torch.no_grad()

@@ -198,15 +198,13 @@ class Together(Check):
         peers: Peers,
         state: TrainState,
         trained: TrainedParameters,
-        fingerprints: Fingerprints,
         source: str,
     ) -> None:
         self._ctx, self._peers, self._state = ctx, peers, state
-        self._trained, self._fingerprints, self._source = trained, fingerprints, source
+        self._trained, self._source = trained, source
+        self.fingerprints = Fingerprints(trained.parameters)
         self.must_agree = True
         """Whether the kernels of all ranks must give equal bits."""
-        self.begun_at = 0
-        """Steps done when the attempt began, with the same state on all ranks."""
         self._has_warned = False
 
     def before(self, moment: Moment) -> None:
@@ -257,7 +255,7 @@ class Together(Check):
                 )
             self._has_warned = True
             return
-        own, of_ranks = self._fingerprints, totals.fingerprints()
+        own, of_ranks = self.fingerprints, totals.fingerprints()
         try:
             found = self._peers.gather((own.gradient, own.weights, self._trained.sums()))
         except Exception as exc:  # what is known already must not be lost
@@ -284,7 +282,7 @@ class Together(Check):
         """
         step = self._state.step
         odd = odd_ranks(of_ranks) if odd is None else odd
-        raise_apart(self._ctx, step, max(self.begun_at, step - FOUND_WITHIN), odd, what)
+        raise_apart(self._ctx, step, max(self._state.begun_at, step - FOUND_WITHIN), odd, what)
 
 
 class SameAfterStep(Check):

@@ -53,6 +53,17 @@ class TrainedParameters(Check):
         self._flags = list(map(_is_trained, self._parameters))
         self._frozen = [value for value in self._parameters if not value.requires_grad]
         self._held = _held(optimizer)
+        held = {value for group in self._held for value in group}
+        trained = [value for value in self._parameters if value.requires_grad]
+        self.parameters = [value for value in trained if id(value) in held]
+        """The parameters that a step changes."""
+        self.idle = [value for value in trained if id(value) not in held]
+        """Parameters that get gradients, but that the user's optimizer does not hold."""
+
+    @property
+    def with_gradient(self) -> list[nn.Parameter]:
+        """Return the parameters that get gradients, also those that no step changes."""
+        return [*self.parameters, *self.idle]
 
     def sums(self) -> list[int]:
         """Return the sum of the words of each trained parameter. A change of its values changes

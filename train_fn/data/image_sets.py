@@ -24,8 +24,7 @@ from everstep.spec.tasks import (
     ImageDataSpec,
     ImageFolderSpec,
 )
-from train_fn.data.image_folder import load_image_folder
-from train_fn.data.images import Arrays, ImageData, InMemoryImages, Pixels
+from train_fn.data.images import Arrays, ImageData, InMemoryImages, Pixels, load_image_folder
 from train_fn.errors import DataMissing
 from train_fn.node.node_dir import cache_root, node_lock
 from train_fn.user_code.modules import torchvision_datasets

@@ -16,8 +16,8 @@ from storage.cluster import EXIT_STORAGE, KNOWN_VARIABLE, STORAGE_WORDS, Known, 
 from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
+from train_fn.driver.fit_loop import EXIT_REPLACED, require_newest
 from train_fn.driver.supervision import TRAIN, Driver
-from train_fn.driver.watch import EXIT_REPLACED, require_newest
 from train_fn.errors import Replaced
 from train_fn.journal.rank_log import RankLog
 from train_fn.recovery.settings import RecoverySettings

@@ -16,9 +16,8 @@ from everstep.spec.run_spec import RunSpec
 from storage.claims import claim_submission, succeed_submission
 from storage.run_control import DRIVER_PROBE
 from storage.run_dir import RunDir
-from train_fn.driver.fit_loop import fit_until_decided
+from train_fn.driver.fit_loop import ControlWatch, fit_until_decided, require_newest
 from train_fn.driver.submission_journal import close_journal, history_so_far, open_journal
-from train_fn.driver.watch import ControlWatch, require_newest
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.tensorboard_files import TensorBoardFiles
 from train_fn.ray_train.journal_actor import NAMESPACE

@@ -9,21 +9,18 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from everstep.wire.events import EventKind
 from storage.run_control import Stop
 from train_fn.checks.check import Moment
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.loop.build import build_once
-from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, require_whole
+from train_fn.loop.commit import commit, require_whole
 from train_fn.loop.departure import Rescue, leave
-from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
-from train_fn.loop.replica import Replica
+from train_fn.loop.evaluate import evaluation_is_due, renew_best
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.samples.ledger import Count, difference
 from train_fn.samples.sampler import MicroBatch
-from train_fn.session.report import Reporter
 from train_fn.snapshots.leaving import leave as leave_state
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
@@ -67,10 +64,9 @@ def train(ctx: WorkerContext, progress: RankProgress | None = None) -> Left | No
 def train_openly(ctx: WorkerContext, progress: RankProgress) -> Left | None:
     """Like ``train``, but let every exception through. ``progress`` says what exists by then."""
     training = prepare(ctx, progress)
-    replica = training.replica
-    state = replica.state
+    state, last_step = training.replica.state, training.replica.parts.last_step
     is_best, stop = begin(training), None
-    while state.step < replica.last_step and stop is None:
+    while state.step < last_step and stop is None:
         is_best, stop = take_step(training)
     if stop is not None and hands_over(training, stop):
         return YIELDED
@@ -100,16 +96,16 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     if state.bookmarks is not None:
         state.bookmarks.exchange(state.step, replica.peers.gather)
     facts = totals.facts
-    waited_s, num_tokens = max(totals.data_s), replica.plans.of(state.step - 1).num_tokens
+    waited_s, num_tokens = max(totals.data_s), training.plans.of(state.step - 1).num_tokens
     step_s = session.reporter.step_done(
         values, facts.num_samples, state.chain.newest, waited_s, num_tokens
     )
-    if training.stragglers is not None and replica.sampler.is_full(state.step - 1):
+    if training.stragglers is not None and replica.parts.sampler.is_full(state.step - 1):
         training.stragglers.note(state.step - 1, totals.own_s, step_s)
     if facts.checkpoint_step > progress.reported_checkpoint:
         report_checkpoint(training, facts.checkpoint_step)
-    stop = facts.stop if state.step < replica.last_step else None
-    is_best = stop is None and close_boundary(training)
+    stop = facts.stop if state.step < replica.parts.last_step else None
+    is_best = stop is None and training.close_epoch()
     session.keep(is_due=facts.save, is_best=is_best)
     return is_best, stop
 
@@ -124,24 +120,24 @@ def run_passes(training: Training) -> StepTotals:
 
     A collective. It returns on every rank, or on none, with the same totals and gradients.
     """
-    replica, exchange = training.replica, training.exchange
-    step, moving = replica.state.step, replica.moving
-    plan = replica.plans.of(step)
+    passes, exchange = training.replica.passes, training.exchange
+    step, moving = training.replica.state.step, passes.moving
+    plan = training.plans.of(step)
     exchange.begin(plan)
-    passes = exchange.passes(plan.share)
-    training.begin(plan.num_samples, len(passes))
-    for position, micro in enumerate(passes):
+    share = exchange.passes(plan.share)
+    training.begin(plan.num_samples, len(share))
+    for position, micro in enumerate(share):
         batch, differs, own_samples, number = None, None, 0, 0 if micro is None else micro.number
         if position < len(plan.share):
             batch, differs = load_next(training, plan.share[position], plan.hashes[position])
             own_samples = len(plan.share[position].indices)
         elif micro is not None:
-            batch = replica.load(micro).batch
-        is_last = position == len(passes) - 1
+            batch = passes.load(micro).batch
+        is_last = position == len(share) - 1
         with exchange.around(is_last), training.watched(number):
             if position:
                 moving.rewind()
-            replica.seed(step, number)
+            passes.seed(step, number)
             loss_sum, weight = exchange.forward(batch, own_samples)
             moving.passed(own_samples, number)
             exchange.add(loss_sum, weight, differs)
@@ -149,7 +145,7 @@ def run_passes(training: Training) -> StepTotals:
                 exchange.last_pass(loss_sum, number, votes_of(training))
             else:
                 exchange.pass_back(loss_sum, number)
-    if not passes:
+    if not share:
         exchange.last_pass(None, None, votes_of(training))
     training.loader.prefetch()  # the device computes meanwhile
     # A GPU digests the sums once it has them, while this thread waits. A CPU may not have them yet.
@@ -158,8 +154,8 @@ def run_passes(training: Training) -> StepTotals:
     moving.wait()
     totals = exchange.take()
     if totals.fault(step, plan.num_samples) is None:
-        if replica.used is not None:
-            replica.used.drop_unused()
+        if passes.used is not None:
+            passes.used.drop_unused()
         if not exchange.digests_ahead:
             _start_digests(training)
     training.progress.own_s = training.clock.gate()
@@ -170,12 +166,11 @@ def load_next(
     training: Training, micro: MicroBatch, expected_hash: int
 ) -> tuple[Any | None, Count | None]:
     """Return the next batch of the loader, and how its samples differ from those of ``micro``."""
-    replica, progress = training.replica, training.progress
-    state = replica.state
+    state, progress = training.replica.state, training.progress
     progress.phase = "data"
     loaded = next(training.loader)
     if loaded.batch is None:
-        replica.note_empty()
+        training.replica.passes.note_empty()
     differs = difference(state.epoch, state.step, micro.indices, loaded.indices, expected_hash)
     if state.bookmarks is not None:
         state.bookmarks.note(loaded)
@@ -190,7 +185,7 @@ def votes_of(training: Training) -> Votes:
     Raise PeersGone if the attempt was given up.
     """
     training.session.require_current()
-    progress, moving = training.progress, training.replica.moving
+    progress, moving = training.progress, training.replica.passes.moving
     stop, committed, save = training.session.saver.decisions(progress.reported_checkpoint)
     moving.start()
     stop = training.ctx.journal.stop_requested or stop
@@ -201,8 +196,9 @@ def _start_digests(training: Training) -> None:
     """Start to digest the gradients that the ranks have summed, and a part of the weights. Drills
     flip their bits before. Only a step that is whole takes these digests."""
     replica, audit = training.replica, training.audit
-    training.flips.flip(replica, is_audited=audit is not None and audit.is_due)
-    replica.fingerprints.start(replica.state.step, gradient=replica.own_updates is None)
+    training.flips.flip(replica.parts, is_audited=audit is not None and audit.is_due)
+    fingerprints = replica.together.fingerprints
+    fingerprints.start(replica.state.step, gradient=replica.own is None)
 
 
 # ---------------------------------------------------------------- beginning
@@ -221,14 +217,14 @@ def begin(training: Training) -> bool:
     # evaluated now is saved afterwards, with its metrics.
     is_unsaved_fork = session.restored.origin is not None
     if is_unsaved_fork:
-        if not evaluation_is_due(ctx, replica):
+        if not evaluation_is_due(ctx, replica.parts):
             session.save(is_due=True, is_best=True)
             is_unsaved_fork = False
-    elif renew_best(ctx, replica):
+    elif renew_best(ctx, replica.state, replica.peers):
         session.save(is_due=False, is_best=True)
     session.begin(_facts(training))
-    is_best = close_boundary(training, is_new=False)
-    if (is_best or is_unsaved_fork) and replica.state.step < replica.last_step:
+    is_best = training.close_epoch(is_new=False)
+    if (is_best or is_unsaved_fork) and replica.state.step < replica.parts.last_step:
         session.save(is_due=is_unsaved_fork, is_best=True)
     session.keeper.begin()
     session.reporter.start_clock()
@@ -237,98 +233,24 @@ def begin(training: Training) -> bool:
 
 def _facts(training: Training) -> dict[str, object]:
     """Return the data of the ``training_started`` event."""
-    ctx, replica = training.ctx, training.replica
-    is_first = replica.state.step == 0 or ctx.attempt == 1
+    ctx, parts = training.ctx, training.replica.parts
+    state, sampler = parts.state, parts.sampler
+    is_first = state.step == 0 or ctx.attempt == 1
     return {
-        "total_steps": replica.last_step,
-        "steps_per_epoch": replica.sampler.steps_per_epoch,
-        "num_samples": replica.sampler.num_samples,
-        "num_parameters": sum(parameter.numel() for parameter in replica.state.model.parameters()),
-        "micro_batch_size": replica.sampler.micro_batch_size,
+        "total_steps": parts.last_step,
+        "steps_per_epoch": sampler.steps_per_epoch,
+        "num_samples": sampler.num_samples,
+        "num_parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "micro_batch_size": sampler.micro_batch_size,
         # before the attempt's first step
-        "rests": evaluation_is_due(ctx, replica) or replica.state.hook_due,
-        "guarantee": replica.train_set.guarantee() if is_first else None,
+        "rests": evaluation_is_due(ctx, parts) or state.hook_due,
+        "guarantee": parts.train_set.guarantee() if is_first else None,
         "snapshots": training.session.keeper.snapshots,
-        "warnings": list(replica.warnings),
+        "warnings": list(parts.warnings),
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),
         "reproducible": reproducibility(ctx.spec.train.exactness, compiled=ctx.spec.train.compile),
     }
-
-
-# ---------------------------------------------------------------- boundary
-
-# What happens between two steps where an epoch ends: its samples are accounted for, the model is
-# evaluated, and the task's hook runs.
-
-
-def close_boundary(training: Training, *, is_new: bool = True) -> bool:
-    """Close the epoch and evaluate the model if the present step calls for it and the state does
-    not have it yet. After a resume, this finishes what was interrupted. A collective.
-
-    Return whether the present state was just found to be the best so far.
-
-    Args:
-        is_new: whether a step made this state. It is then published before code of the user runs,
-            which may end all ranks at once. A restored state is on a node already.
-    """
-    ctx, replica, session = training.ctx, training.replica, training.session
-    reporter = session.reporter
-    state, training.progress.phase = replica.state, "evaluation"
-    evaluates, closes = evaluation_is_due(ctx, replica), state.closed_epochs < state.epoch
-    if closes:
-        _close_epoch(replica, reporter, evaluates)
-    if is_new and (evaluates or state.hook_due):
-        session.keeper.publish_now()
-    is_best = evaluates and _evaluate(ctx, replica, reporter)
-    calls = state.hook_due and has_hook(replica)  # a fork may have another task
-    rested = state.evaluated_step == state.step or calls
-    if calls:
-        call_hook(replica, reporter)
-    if closes or calls or (evaluates and state.k == 0):
-        replica.moving.renew()
-        renew_task_state(replica)
-    state.hook_due, replica.before_hook = False, None
-    if rested:
-        training.clock.restart()
-    return is_best
-
-
-def _close_epoch(replica: Replica, reporter: Reporter, evaluates: bool) -> None:
-    """Count the epoch's samples and report it."""
-    state = replica.state
-    closed = state.ledger.close_epoch()
-    seconds = reporter.seconds_of_epoch()
-    facts = {
-        "epoch": state.closed_epochs,
-        **closed,
-        "seconds": round(seconds, 3),
-        "rests": evaluates or has_hook(replica),
-    }
-    if state.scaler.is_enabled():
-        facts["skipped_steps"] = state.skipped.total
-    reporter.emit(EventKind.EPOCH_COMPLETED, facts)
-    state.closed_epochs += 1
-    state.hook_due = has_hook(replica)
-
-
-def _evaluate(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> bool:
-    """Evaluate the present state and report its metrics. Return whether it is the best so far."""
-    state = replica.state
-    reporter.hand_over()
-    best_metric, _ = ctx.spec.best_by or (None, "")
-    metrics = reporter.limited(evaluate(ctx, replica), best_metric)
-    state.metrics, state.evaluated_step = metrics, state.step
-    if metrics:
-        facts = {
-            "step": state.step,
-            "epoch": (state.step - 1) // state.steps_per_epoch,
-            "metrics": metrics,
-            "rests": state.hook_due,
-        }
-        reporter.emit(EventKind.EVALUATED, facts)
-    reporter.start_clock()
-    return note_best(ctx, replica, metrics)
 
 
 # ---------------------------------------------------------------- hand over
@@ -393,7 +315,7 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     """
     replica, progress = training.replica, training.progress
     progress.phase = "checkpoint"
-    replica.checks.at(Moment.LEAVING, step_method(replica.task))
+    replica.checks.at(Moment.LEAVING, step_method(replica.parts.task))
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     training.profiler.close()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from train_fn.checks.returns import (
     checked_scheduler,
     epoch_length,
 )
-from train_fn.checks.trained import check_no_scheduler
+from train_fn.checks.trained import TrainedParameters, check_no_scheduler
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, few
 from train_fn.loop.sharded import (
@@ -39,7 +40,7 @@ from train_fn.samples.token_batches import token_sampler
 from train_fn.state.contents import Contents, FrozenPart, Sketch, sketch_weights
 from train_fn.state.optim import Ema, Optimizers, build_optimizer
 from train_fn.state.sound_state import Numerics
-from train_fn.state.train_state import TrainState
+from train_fn.state.train_state import TaskState, TrainState
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.precision import build_scaler, set_determinism, set_modes_for_training
 from train_fn.step.untrained import WarmUp, untrained_places
@@ -50,6 +51,8 @@ from train_fn.user_code.packages import add_packages
 
 _MODEL, _TASK, _DATASETS, _OPTIMIZER, _LAZY = 6, 8, 9, 10, 11
 """Purposes of the draws while each is built (``seed_building``)."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,10 +65,12 @@ class Parts:
     train_set: TrainingData
     sampler: Sampler
     state: TrainState
+    trained: TrainedParameters
+    task_state: TaskState
     total_steps: int
     """Steps of the whole run, by which schedules go."""
-    warnings: list[str]
-    """Warnings about the model as it was built."""
+    last_step: int
+    """Steps after which this run ends: those of the whole run, or fewer of a replay."""
     built_weights: dict[str, Sketch]
     """Sketches of the weights as they were built that the model's ``state_dict`` leaves out."""
     every_weight: dict[str, Sketch] | None = None
@@ -74,6 +79,18 @@ class Parts:
     """The fingerprint of this rank's kernels, which only weights as they were built give."""
     flops_per_sample: float | None = None
     """As counted; None if it was not."""
+    warnings: list[str] = field(default_factory=list)
+    """Warnings about the task, for the run's user."""
+
+    @property
+    def val_set(self) -> Any:
+        """Return the validation set; None if the task has none."""
+        return self.datasets.get("val")
+
+    def warn(self, text: str) -> None:
+        """Warn the user: in the log, and in the attempt's ``training_started`` event."""
+        logger.warning("%s", text)
+        self.warnings.append(text)
 
 
 @dataclass
@@ -163,17 +180,22 @@ def build_parts(ctx: WorkerContext) -> Parts:
         data_source=where(task, "build_datasets") if spec.code is not None else None,
         shards=shards,
     )
-    return Parts(
+    parts = Parts(
         task,
         datasets,
         train_set,
         sampler,
         state,
+        TrainedParameters(model, optimizer),
+        TaskState(task),
         total_steps,
-        warnings=warnings,
+        last_step=min(total_steps, spec.replay.to_step if spec.replay else total_steps),
         built_weights=built_weights,
         every_weight=every_weight,
     )
+    for warning in warnings:
+        parts.warn(warning)
+    return parts
 
 
 def build_datasets(ctx: WorkerContext, task: Task) -> dict[str, Any]:

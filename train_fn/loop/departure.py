@@ -21,8 +21,7 @@ from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import STOP_PATIENCE_S, Saver
 from train_fn.context import WorkerContext
 from train_fn.errors import Miscomputed, PeerApart, RanksApart, forget_frames
-from train_fn.loop.commit import TORN, is_torn
-from train_fn.loop.replica import Replica
+from train_fn.loop.epoch_end import TORN
 from train_fn.loop.training import RankProgress
 from train_fn.node.device import keep_if_broken
 from train_fn.node.memory import memory_summary
@@ -74,7 +73,7 @@ class _Leaving:
         if replica is None or session is None:
             return Remains(None, "the rank had no state yet")
         assert self._error is not None
-        whole = partial(_last_committed, replica)
+        whole = partial(_last_committed, progress)
         left = session.keeper.leave(self._error, whole, distrusted=distrusted, lends=True)
         if left.problem is not None and distrusted is None and self._rescued is not None:
             left = Remains(self._rescued, None, self._rescued)  # what fails now was read before
@@ -104,15 +103,22 @@ def _why_distrusted(ctx: WorkerContext, cause: BaseException) -> str | None:
     return None
 
 
-def _last_committed(replica: Replica) -> dict[str, Any] | str:
+def _is_torn(progress: RankProgress) -> bool:
+    """Return whether the task's hook at the end of an epoch had changed a part of the state."""
+    return progress.training is not None and progress.training.epoch_end.is_torn()
+
+
+def _last_committed(progress: RankProgress) -> dict[str, Any] | str:
     """Return the state of the last committed step, or why there is none."""
+    replica = progress.replica
+    assert replica is not None
     if not replica.state.complete:
-        own = replica.own_updates
+        own = replica.own
         copied = None if own is None else own.shadow.newest
         return copied or "the rank was between two states"
-    if is_torn(replica):
+    if _is_torn(progress):
         return TORN
-    if torn := replica.moving.put_back():
+    if torn := replica.passes.moving.put_back():
         return not_copied(torn)
     return replica.state.state_dict()
 
@@ -123,12 +129,12 @@ def save_last(ctx: WorkerContext, progress: RankProgress) -> bool:
     replica, training = progress.replica, progress.training
     if replica is None:
         return False
-    state, own = replica.state, replica.own_updates
+    state, own = replica.state, replica.own
     if not state.complete and own is not None and own.shadow.newest is not None:
         state.load_state_dict(own.shadow.newest)
-    if not state.complete or is_torn(replica):
+    if not state.complete or _is_torn(progress):
         return False
-    replica.moving.put_back()
+    replica.passes.moving.put_back()
     try:
         if newest_durable(ctx.run_dir) < state.step:
             saver = training.session.saver if training else Saver(ctx, state, BoundaryCopies(state))
@@ -187,7 +193,7 @@ class Rescue:
         """Take the memory of a copy. Called by the training thread, once the state is restored."""
         if self._progress.replica is not None and not nccl.fails_by_itself():
             self._take_memory()
-            self._replica.moving.rehearse()
+            self._replica.passes.moving.rehearse()
         self.note_work()
 
     def step_committed(self) -> None:
@@ -285,7 +291,7 @@ class Rescue:
     def _shadow(self) -> dict[str, Any] | None:
         """Return the copy of the state that a task's own step keeps, within one."""
         replica = self._progress.replica
-        own = None if replica is None else replica.own_updates
+        own = None if replica is None else replica.own
         return None if own is None else own.shadow.newest
 
     def _copy(self) -> dict[str, Any] | None:
@@ -299,7 +305,7 @@ class Rescue:
         if not replica.state.complete:
             return self._into_memory(self._shadow())
         state = self._live()
-        before = replica.moving.before_step()
+        before = replica.passes.moving.before_step()
         if before is None:
             return None
         for place, value in before:

@@ -26,6 +26,8 @@ from train_fn.checks.returns import NO_LOSS, measures_loss
 from train_fn.checks.trained import with_samples_kept
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
+from train_fn.loop.build import Parts
+from train_fn.loop.passes import Passes
 from train_fn.loop.replica import Replica
 from train_fn.samples.loader import (
     KeyedDataset,
@@ -40,10 +42,12 @@ from train_fn.samples.loader import (
 from train_fn.samples.sampler import MicroBatch, generators_kept, seed_micro_batch, share_of
 from train_fn.samples.token_batches import lengths_of
 from train_fn.state.run_state import BestSoFar
+from train_fn.state.train_state import TrainState
+from train_fn.step.peers import Peers
 from train_fn.step.precision import autocast, evaluating
 from train_fn.step.untrained import WarmUp, untrained_places
 from train_fn.tasks.metrics import OwnMetrics, TreeMetrics, build_own_metrics
-from train_fn.tasks.protocol import is_iterable, loss_arguments, where
+from train_fn.tasks.protocol import Task, is_iterable, loss_arguments, where
 
 _NO_GRADIENT = "does not require grad"
 """In torch's message where something is differentiated that has no graph."""
@@ -61,23 +65,24 @@ def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
 
     A collective. Every rank returns the same numbers, or an empty dict without a validation set.
     """
-    if replica.val_set is None or (not is_iterable(replica.val_set) and len(replica.val_set) == 0):
+    val_set, moving = replica.parts.val_set, replica.passes.moving
+    if val_set is None or (not is_iterable(val_set) and len(val_set) == 0):
         return {}
-    replica.moving.require_unchanged()
+    moving.require_unchanged()
     metrics = {f"val_{name}": value for name, value in _averages(ctx, replica).items()}
     if replica.state.ema is not None:
         with replica.state.ema.in_place():
             metrics |= {f"ema_val_{name}": value for name, value in _averages(ctx, replica).items()}
-    replica.moving.undo_evaluation()
+    moving.undo_evaluation()
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     return metrics
 
 
-def evaluation_is_due(ctx: WorkerContext, replica: Replica) -> bool:
+def evaluation_is_due(ctx: WorkerContext, parts: Parts) -> bool:
     """Whether the present state is to be evaluated and was not evaluated yet."""
-    state = replica.state
-    at_end = state.step == replica.total_steps
+    state = parts.state
+    at_end = state.step == parts.total_steps
     at_epoch = (
         state.step > 0 and state.k == 0 and state.epoch % ctx.spec.train.eval_every_epochs == 0
     )
@@ -87,13 +92,13 @@ def evaluation_is_due(ctx: WorkerContext, replica: Replica) -> bool:
 def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     """Return each metric's sum over its weight. Sums are rounded once, so that they do not depend
     on which rank measured which micro-batch."""
-    own, state = _own_metrics(replica), replica.state
-    source = _measuring(replica.task)
+    parts, passes = replica.parts, replica.passes
+    own, source = _own_metrics(passes), _measuring(parts.task)
     checks = replica.checks.around(Moment.EVALUATED, source)
     met = met_by_all(replica.order_at_first, source)
-    with checks, evaluating(state.model), replica.moving.kept(), met:
-        batches = batches_of_whole_pass if is_iterable(replica.val_set) else batches_by_index
-        mine = _measure_all(ctx, replica, own, batches(ctx, replica))
+    with checks, evaluating(parts.state.model), passes.moving.kept(), met:
+        batches = batches_of_whole_pass if is_iterable(parts.val_set) else batches_by_index
+        mine = _measure_all(ctx, passes, own, batches(ctx, parts))
     order = 0 if replica.order is None else replica.order.take()
     shares = replica.peers.gather((mine, own.states(), order))
     require_same_order([each for *_, each in shares], source, "in an evaluation")
@@ -108,10 +113,10 @@ def _measuring(task: Any) -> str:
     return f"{where(task, name)}, called to evaluate the model,"
 
 
-def _own_metrics(replica: Replica) -> OwnMetrics:
+def _own_metrics(passes: Passes) -> OwnMetrics:
     """Return the task's own metrics, merged as ``train.exactness`` says."""
-    kind = OwnMetrics if replica.exchange is None else TreeMetrics
-    return build_own_metrics(replica.task, kind)
+    kind = OwnMetrics if passes.tree is None else TreeMetrics
+    return build_own_metrics(passes.parts.task, kind)
 
 
 def averages_of(measured: list[tuple[int, Sums]]) -> dict[str, float]:
@@ -137,7 +142,7 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
     The model's buffers and modes, the task's state and the global random generators stay as they
     were. An iterable data set is read in a loader process, or from a copy.
     """
-    val_set = replica.val_set
+    parts, passes, val_set = replica.parts, replica.passes, replica.parts.val_set
     if val_set is None or (not is_iterable(val_set) and len(val_set) == 0):
         return
     if is_iterable(val_set) and num_stream_workers(ctx, val_set) == 0:
@@ -151,23 +156,23 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
                 exc,
             )
             return
-    model, own = replica.state.model, _own_metrics(replica)
+    model, own = parts.state.model, _own_metrics(passes)
 
     def first() -> Numbered:
         if is_iterable(val_set):
-            return first_batch(ctx, replica, val_set)
-        return batches_by_index(ctx, replica, most=1)
+            return first_batch(ctx, parts.task, val_set)
+        return batches_by_index(ctx, parts, most=1)
 
-    untrained = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
-    source = _measuring(replica.task)
+    places = untrained_places(model, parts.trained.parameters)
+    untrained, source = WarmUp(model, places, is_fresh=False), _measuring(parts.task)
     try:
         checks, met = replica.checks.around(Moment.TRIED, source), met_by_all(replica.order, source)
         with checks, generators_kept(ctx.device), evaluating(model), met:
-            _measure_all(ctx, replica, own, with_samples_kept(source, first))
+            _measure_all(ctx, passes, own, with_samples_kept(source, first))
         lost = untrained.changed_without_copy()
     finally:
         untrained.put_back()
-        replica.task_state.load(replica.state.task)
+        parts.task_state.load(parts.state.task)
     if lost:
         raise BadTask(
             f"the first validation batch changed {', '.join(lost)}, of which no copy is kept "
@@ -178,17 +183,17 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
 
 @torch.no_grad()
 def _measure_all(
-    ctx: WorkerContext, replica: Replica, own: OwnMetrics, numbered: Numbered
+    ctx: WorkerContext, passes: Passes, own: OwnMetrics, numbered: Numbered
 ) -> list[tuple[int, Sums]]:
-    spec, device, task = ctx.spec, ctx.device, replica.task
+    spec, device, task, state = ctx.spec, ctx.device, passes.parts.task, passes.parts.state
     measured: list[tuple[int, Any]] = []
     num_empty = 0
-    loss = _loss_of(replica) if measures_loss(task) else None
+    loss = _loss_of(task, state) if measures_loss(task) else None
     own.to(device)
     with closing(numbered) as batches:
         for number, batch in batches:
             if batch is None:  # left out, as in training
-                if replica.shards is not None:
+                if state.gathered is not None:
                     raise BadTask(
                         "collate returned None for a batch of the validation set, and all ranks "
                         "must call a sharded model equally often. Leave broken samples out of the "
@@ -196,14 +201,14 @@ def _measure_all(
                     )
                 num_empty += 1
                 continue
-            replica.moving.rewind()  # a model may change its buffers in eval mode as well
-            seed_micro_batch(spec.train.seed, replica.state.step, number or 0, device)
+            passes.moving.rewind()  # a model may change its buffers in eval mode as well
+            seed_micro_batch(spec.train.seed, state.step, number or 0, device)
             with autocast(spec.train.precision, device):
-                found = _measured(task, replica.state.model, batch, loss)
+                found = _measured(task, state.model, batch, loss)
                 if number is not None:
                     measured.append((number, own.update(found, number)))
-    if replica.shards is not None:
-        replica.shards.reshard()
+    if state.gathered is not None:
+        state.gathered.reshard()
     if num_empty:
         logger.warning(
             "collate returned None for %d batches of the validation set; they are left out",
@@ -228,10 +233,9 @@ def _pair(task: Any, name: str, value: Any) -> tuple[float, float]:
         ) from exc
 
 
-def _loss_of(replica: Replica) -> Loss:
+def _loss_of(task: Any, state: TrainState) -> Loss:
     """Return the task's ``loss`` as an evaluation calls it: with the number of steps done, and the
     epoch of the last one, if it takes them."""
-    state, task = replica.state, replica.task
     numbers = {"step": state.step, "epoch": max(0, state.step - 1) // state.steps_per_epoch}
     asked = {name: numbers[name] for name in loss_arguments(task)}
 
@@ -295,34 +299,32 @@ MIN_MICRO_BATCH = 128
 in training."""
 
 
-def batches_by_index(ctx: WorkerContext, replica: Replica, most: int | None = None) -> Numbered:
+def batches_by_index(ctx: WorkerContext, parts: Parts, most: int | None = None) -> Numbered:
     """Yield this rank's contiguous share of the micro-batches, with their numbers. With ``most``,
     yield that many, read by one loader process.
 
     A sharded model is called equally often on all ranks: where others have one more, yield the
     first one of all without a number. It does not count.
     """
-    spec, size = ctx.spec, _size(ctx, replica.val_set)
-    num_samples = ctx.limited(len(replica.val_set))  # type: ignore[arg-type]
+    spec, val_set = ctx.spec, parts.val_set
+    size, num_samples = _size(ctx, val_set), ctx.limited(len(val_set))
     if spec.train.batch_by == "tokens" and ctx.most_samples is not None:
-        num_samples = len(lengths_of(replica.val_set, "val", ctx.most_samples))
-    count, peers = -(-num_samples // size), replica.peers
-    numbers: list[int | None] = [*share_of(count, peers.rank, peers.world_size)[:most]]
-    if replica.shards is not None:
-        longest = len(share_of(count, 0, peers.world_size)[:most])
+        num_samples = len(lengths_of(val_set, "val", ctx.most_samples))
+    count = -(-num_samples // size)
+    numbers: list[int | None] = [*share_of(count, ctx.world_rank, ctx.world_size)[:most]]
+    if parts.state.gathered is not None:
+        longest = len(share_of(count, 0, ctx.world_size)[:most])
         numbers += [None] * (longest - len(numbers))
     if most is not None:
         workers = spec.train.loader.model_copy(
-            update={"num_workers": num_stream_workers(ctx, replica.val_set)}
+            update={"num_workers": num_stream_workers(ctx, val_set)}
         )
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": workers})})
     keys = [
         MicroBatch(0, at, np.arange(at * size, min((at + 1) * size, num_samples), dtype=np.int64))
         for at in (number or 0 for number in numbers)
     ]
-    dataset = KeyedDataset(
-        replica.val_set, spec.train.seed, collate_of(replica.task), training=False
-    )
+    dataset = KeyedDataset(val_set, spec.train.seed, collate_of(parts.task), training=False)
     loader = Loader(dataset, keys, spec, ctx.local_world_size, ctx.device)
     try:
         for number, loaded in zip(numbers, loader, strict=True):
@@ -331,26 +333,19 @@ def batches_by_index(ctx: WorkerContext, replica: Replica, most: int | None = No
         loader.close()
 
 
-def batches_of_whole_pass(ctx: WorkerContext, replica: Replica) -> Numbered:
+def batches_of_whole_pass(ctx: WorkerContext, parts: Parts) -> Numbered:
     """Read an iterable set whole on every rank, and yield every world-size-th micro-batch."""
-    spec, peers = ctx.spec, replica.peers
-    collate = collate_of(replica.task)
-    whole = WholePass(
-        replica.val_set,
-        _size(ctx, replica.val_set),
-        peers.rank,
-        peers.world_size,
-        spec.train.seed,
-        collate,
-    )
-    yield from _read(ctx, whole, num_stream_workers(ctx, replica.val_set))
+    val_set, seed, collate = parts.val_set, ctx.spec.train.seed, collate_of(parts.task)
+    size = _size(ctx, val_set)
+    whole = WholePass(val_set, size, ctx.world_rank, ctx.world_size, seed, collate)
+    yield from _read(ctx, whole, num_stream_workers(ctx, val_set))
 
 
-def first_batch(ctx: WorkerContext, replica: Replica, val_set: Any) -> Numbered:
+def first_batch(ctx: WorkerContext, task: Task, val_set: Any) -> Numbered:
     """Yield the first micro-batch of an iterable set, the same on every rank. Nothing after it is
     read."""
     first = WholePass(
-        val_set, _size(ctx, val_set), 0, 1, ctx.spec.train.seed, collate_of(replica.task), most=1
+        val_set, _size(ctx, val_set), 0, 1, ctx.spec.train.seed, collate_of(task), most=1
     )
     yield from _read(ctx, first, num_stream_workers(ctx, val_set))
 
@@ -380,12 +375,12 @@ def _size(ctx: WorkerContext, val_set: Any) -> int:
 # The best checkpoint so far, by the metric that the spec names.
 
 
-def note_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) -> bool:
+def note_best(ctx: WorkerContext, state: TrainState, metrics: dict[str, float]) -> bool:
     """Record the present state as the best one if no evaluation was better. Return whether it is.
 
     Raises BadTask if ``metrics`` lacks the metric that decides.
     """
-    best_by, state = ctx.spec.best_by, replica.state
+    best_by = ctx.spec.best_by
     if best_by is None:
         return False
     wanted, mode = best_by
@@ -403,7 +398,7 @@ def note_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) -
     return True
 
 
-def renew_best(ctx: WorkerContext, replica: Replica) -> bool:
+def renew_best(ctx: WorkerContext, state: TrainState, peers: Peers) -> bool:
     """Make sure, when an attempt begins, that the best state so far has a checkpoint.
 
     A rank may have died before it committed that checkpoint. If the present state is the best one,
@@ -411,14 +406,14 @@ def renew_best(ctx: WorkerContext, replica: Replica) -> bool:
 
     A collective. Return whether the present state is the best one and must be saved.
     """
-    best = replica.state.best
+    best = state.best
     if best is None or ctx.spec.best_by is None:
         return False
-    kept = replica.peers.share(_kept_best(ctx, best) if ctx.world_rank == 0 else None, 0)
-    if kept != best and best.step == replica.state.step:
-        replica.state.best = replace(best, checkpoint=str(ctx.checkpoint_name(best.step)))
+    kept = peers.share(_kept_best(ctx, best) if ctx.world_rank == 0 else None, 0)
+    if kept != best and best.step == state.step:
+        state.best = replace(best, checkpoint=str(ctx.checkpoint_name(best.step)))
         return True
-    replica.state.best = kept
+    state.best = kept
     return False
 
 

@@ -17,9 +17,11 @@ from train_fn.checks.fits import check_small_batch, smallest_micro_batch, trains
 from train_fn.checks.order import met_by_all
 from train_fn.checks.returns import check_gradients, check_moves, check_sum, uses_nothing
 from train_fn.checks.trained import GradientWatch, require_samples_kept
+from train_fn.context import WorkerContext
 from train_fn.elastic.exchange import TreeValues
 from train_fn.errors import BadTask, few
-from train_fn.loop.replica import Replica, empty_like, wrap
+from train_fn.loop.passes import Passes, empty_like, wrap
+from train_fn.loop.replica import Replica
 from train_fn.loop.sharded import GatheredWeights, passes_named, require_forgotten
 from train_fn.node.device import kernels
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
@@ -34,7 +36,9 @@ from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places, with_
 from train_fn.tasks.protocol import Sum, Task, where
 
 
-def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> None:
+def join(
+    ctx: WorkerContext, replica: Replica, *, is_fresh: bool = False, begins: bool = True
+) -> None:
     """Connect the replica to its peers, and run one backward pass whose gradients are dropped.
 
     DDP orders its buckets, and so the summation, by the first backward pass that it sees. Every
@@ -45,50 +49,52 @@ def join(replica: Replica, *, is_fresh: bool = False, begins: bool = True) -> No
         is_fresh: whether no state is loaded afterwards.
         begins: whether the run begins here, so that nobody has tried its micro-batches yet.
     """
-    kinds = replica.peers.gather(kernels(replica.peers.device))
+    parts, passes, state = replica.parts, replica.passes, replica.state
+    task, sampler = parts.task, parts.sampler
+    kinds = replica.peers.gather(kernels(ctx.device))
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     replica.together.must_agree = len(set(kinds)) == 1 and is_deterministic
-    if replica.own_updates is not None:
-        replica.wrapped = replica.step_module
-        replica.state.task = replica.task_state.capture()
-        replica.moving = replica.own_updates.changed_by(replica.state, replica.parameters)
+    if replica.own is not None:
+        passes.wrapped = passes.module
+        state.task = parts.task_state.capture()
+        passes.moving = replica.own.changed_by(state, parts.trained.parameters)
         return
-    if replica.peers.alone or replica.exchange is not None or replica.shards is not None:
-        replica.wrapped = replica.step_module
+    if replica.peers.alone or passes.tree is not None or state.gathered is not None:
+        passes.wrapped = passes.module
     else:
-        replica.wrapped = wrap(replica.step_module, replica.peers.device)
-    micro = replica.sampler.first_micro_batch()
-    first, batch = micro.indices, replica.load(micro).batch
-    if batch is None and replica.exchanges_in_forward:
+        passes.wrapped = wrap(passes.module, ctx.device)
+    micro = sampler.first_micro_batch()
+    first, batch = micro.indices, passes.load(micro).batch
+    if batch is None and passes.exchanges_in_forward:
         raise BadTask(
-            f"{where(replica.task, 'collate')} returned None for the first micro-batch; a model "
+            f"{where(task, 'collate')} returned None for the first micro-batch; a model "
             "that exchanges in its forward pass "
             "needs to see one. Return a batch of no samples in place of None"
         )
-    if replica.allows_unused:
-        replica.used = UsedParameters(replica.gradient_parameters, replica.peers)
-    if replica.shards is not None:
-        replica.nothing = batch  # counts nothing: not every model takes a batch of no samples
+    if passes.allows_unused:
+        passes.used = UsedParameters(parts.trained.with_gradient, replica.peers)
+    if state.gathered is not None:
+        passes.nothing = batch  # counts nothing: not every model takes a batch of no samples
     else:
-        replica.nothing = empty_like(batch) if replica.exchanges_in_forward else None
+        passes.nothing = empty_like(batch) if passes.exchanges_in_forward else None
     loaded = sketch(batch)
-    replica.state.task = replica.task_state.capture()
+    state.task = parts.task_state.capture()
     # Samples of several lengths do not take the same, and a task's own collate may pad them.
-    is_varying = replica.sampler.tokens_in(0, 0) is not None or hasattr(replica.task, "collate")
-    known = replica.ctx.remembered  # to count takes longer than the pass
+    is_varying = sampler.tokens_in(0, 0) is not None or hasattr(task, "collate")
+    known = ctx.remembered  # to count takes longer than the pass
     flops = known.get("flops")
     if begins:
-        try_pieces(replica, batch, len(first))
+        try_pieces(passes, batch, len(first))
     count = None if is_varying or batch is None or "flops" in known else FlopCount()
-    replica.moving = run_first_pass(
+    passes.moving = run_first_pass(
         replica, batch, loaded, first, is_fresh=is_fresh, count=count or nullcontext()
     )
     if count is not None:
         flops = count.of_sample(len(first))
-        replica.ctx.remember("flops", flops)
-    replica.parts.flops_per_sample = flops
-    if replica.exchange is not None:
-        replica.exchange.watch()
+        ctx.remember("flops", flops)
+    parts.flops_per_sample = flops
+    if passes.tree is not None:
+        passes.tree.watch()
 
 
 def owners_of(task: Task, model: nn.Module) -> dict[str, object]:
@@ -101,9 +107,9 @@ class _Undoing:
     """Put everything back after a first pass, also after one that failed."""
 
     def __init__(self, replica: Replica, places: list[TensorPlace], *, is_fresh: bool) -> None:
-        self._replica = replica
-        self.warm_up = WarmUp(replica.state.model, places, is_fresh=is_fresh)
-        self.attributes = PlainAttributes(owners_of(replica.task, replica.state.model))
+        self._replica, model = replica, replica.state.model
+        self.warm_up = WarmUp(model, places, is_fresh=is_fresh)
+        self.attributes = PlainAttributes(owners_of(replica.parts.task, model))
 
     def __enter__(self) -> _Undoing:
         state = self._replica.state
@@ -115,8 +121,8 @@ class _Undoing:
         if kind is not None and not self._was_complete:
             return  # nothing to lose
         self.warm_up.put_back()
-        self._replica.changed_by_pass = self.attributes.changed()
-        self._replica.task_state.load(state.task)
+        self._replica.passes.changed = self.attributes.changed()
+        self._replica.parts.task_state.load(state.task)
         self.attributes.put_back()
         state.complete = self._was_complete
 
@@ -142,14 +148,14 @@ def run_first_pass(
         count: the context of the forward and of the backward pass.
     """
     state, peers = replica.state, replica.peers
-    places = untrained_places(state.model, replica.parameters)
+    places = untrained_places(state.model, replica.parts.trained.parameters)
     with _Undoing(replica, places, is_fresh=is_fresh) as undoing:
         moving, ignored, runs_again = _pass_and_check(
             replica, batch, loaded, indices, places, undoing.warm_up, count
         )
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
-    tree = replica.exchange
+    tree = replica.passes.tree
     return MovingBuffers(
         places,
         with_their_like(places, moving),
@@ -172,58 +178,59 @@ def _pass_and_check(
 ) -> tuple[set[int], set[int], bool]:
     """Run the pass, and put nothing back. Return the numbers of the places that it changed, of
     those to ignore, and whether backward runs forward passes again."""
-    assert replica.wrapped is not None
-    state, peers, task = replica.state, replica.peers, replica.task
-    replica.seed(0, 0)
+    parts, passes, state, peers = replica.parts, replica.passes, replica.state, replica.peers
+    task, shards = parts.task, state.gathered
+    assert passes.wrapped is not None
+    passes.seed(0, 0)
     generators = torch_generators(peers.device)
     source = where(task, "loss")
     with replica.checks.around(Moment.FIRST_PASS, source), met_by_all(replica.order, source):
-        watched = GradientWatch(replica.parameters)
-        gathered = None if replica.shards is None else GatheredWeights(replica.shards)
+        watched = GradientWatch(parts.trained.parameters)
+        gathered = None if shards is None else GatheredWeights(shards)
         with ExitStack() as stack:
             if gathered is not None:
                 stack.enter_context(passes_named(task))
                 stack.enter_context(gathered.watched(source))
             stack.enter_context(count)
-            loss_sum, weight = replica.wrapped(batch)
+            loss_sum, weight = passes.wrapped(batch)
         watched.require_untouched(source)
-        if replica.draws_from_torch_alone:
-            replica.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
+        if passes.draws_from_torch_alone:
+            passes.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
         moving, ignored = warm_up.look()
         check_moves(task, loss_sum)
         with count:
             weighed, num_ranks = _backward(replica, loss_sum, weight)
         _note_numerics(replica, loss_sum)
         if 0 < weighed < math.inf:
-            replica.weight_per_sample = weighed / (len(indices) * num_ranks)
+            passes.weight_per_sample = weighed / (len(indices) * num_ranks)
     micro = MicroBatch(0, 0, indices)
-    require_samples_kept(source, loaded, batch, lambda: sketch(replica.load(micro).batch))
-    if replica.used is None:
+    require_samples_kept(source, loaded, batch, lambda: sketch(passes.load(micro).batch))
+    if passes.used is None:
         is_whole = gathered is None or gathered.were_all_called
-        may_be_unused = peers.alone or replica.exchange is not None or replica.shards is not None
+        may_be_unused = peers.alone or passes.tree is not None or shards is not None
         check_gradients(task, state.model, may_be_unused=may_be_unused and is_whole)
-        if replica.shards is not None:
+        if shards is not None:
             if unused := [
                 name
                 for name, each in state.model.named_parameters()
                 if each.requires_grad and each.grad is None
             ]:
-                replica.warn(
+                parts.warn(
                     f"{len(unused)} parameters have no part in the loss of the "
                     f"first micro-batch: {few(unused)}. Their gradients are zero until one uses "
                     "them; leave them out of the model if none ever does"
                 )
-            replica.shards.sum_unused()
-            require_forgotten(replica.shards, task)
+            shards.sum_unused()
+            require_forgotten(shards, task)
     else:
-        if batch is not None and not len(replica.used):
+        if batch is not None and not len(passes.used):
             raise uses_nothing(task)
-        replica.used.drop_unused()
-    drop_gradients(state.optimizer, replica.idle_parameters)
+        passes.used.drop_unused()
+    drop_gradients(state.optimizer, parts.trained.idle)
     runs_again = warm_up.has_moved_again()
     later = [places[number].name for number in sorted(warm_up.look()[0] - moving)]
     if later and not peers.alone:
-        replica.warn(
+        parts.warn(
             f"backward changes {', '.join(later)}, which ranks do not agree on; change it in "
             "forward or on_epoch_end"
         )
@@ -234,52 +241,54 @@ def _note_numerics(replica: Replica, loss_sum: torch.Tensor) -> None:
     """Note the fingerprint of this rank's kernels, where the weights are as they were built."""
     if not torch.are_deterministic_algorithms_enabled():
         return
-    averaged_over = 1 if replica.exchange is not None else replica.peers.world_size
-    if replica.shards is not None:
+    averaged_over = 1 if replica.passes.tree is not None else replica.peers.world_size
+    if replica.state.gathered is not None:
         averaged_over = NOT_COMPARED  # of a few rows
-    replica.parts.numerics = numerics_of(loss_sum.detach(), replica.parameters, averaged_over)
+    parameters = replica.parts.trained.parameters
+    replica.parts.numerics = numerics_of(loss_sum.detach(), parameters, averaged_over)
 
 
 def _backward(replica: Replica, loss_sum: torch.Tensor, weight: Sum) -> tuple[float, int]:
     """Run the first backward pass. Return a sum of its micro-batch's weight over ranks, which all
     run the same one, and the number of these ranks."""
-    if replica.shards is not None:
-        with passes_named(replica.task):
+    passes, shards = replica.passes, replica.state.gathered
+    if shards is not None:
+        with passes_named(replica.parts.task):
             loss_sum.backward()  # type: ignore[no-untyped-call]
-        replica.shards.finish_backward()
+        shards.finish_backward()
         return float(weight), 1
-    if replica.exchange is not None:
+    if passes.tree is not None:
         loss_sum.backward()  # type: ignore[no-untyped-call]
         return float(weight), 1
-    replica.sums.add(loss_sum, weight)
-    replica.sums.backward(loss_sum)
-    if replica.used is not None:
-        replica.finish_exchange()
-    return replica.sums.take().weight, replica.peers.world_size
+    passes.sums.add(loss_sum, weight)
+    passes.sums.backward(loss_sum)
+    if passes.used is not None:
+        passes.finish()
+    return passes.sums.take().weight, replica.peers.world_size
 
 
-def try_pieces(replica: Replica, batch: Any, num_samples: int) -> None:
+def try_pieces(passes: Passes, batch: Any, num_samples: int) -> None:
     """Refuse a loss that returns a mean, and a micro-batch that is too small for the model's
     BatchNorm, and put back what trying it changed. Raises BadTask.
 
     Args:
         batch: the first micro-batch, of ``num_samples`` samples.
     """
-    model = replica.state.model
-    micro = None
+    parts, task, sampler = passes.parts, passes.parts.task, passes.parts.sampler
+    model, micro = parts.state.model, None
     if trains_batch_norm(model):
-        micro = smallest_micro_batch(replica.sampler, replica.total_steps)
-    may_cut = replica.shards is None and not replica.exchanges_in_forward
+        micro = smallest_micro_batch(sampler, parts.total_steps)
+    may_cut = parts.state.gathered is None and not passes.exchanges_in_forward
     if micro is None and not may_cut:
         return
-    before = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
-    attributes = PlainAttributes(owners_of(replica.task, model))
+    before = WarmUp(model, untrained_places(model, parts.trained.parameters), is_fresh=False)
+    attributes = PlainAttributes(owners_of(task, model))
     if may_cut:
-        check_sum(replica.task, replica.step_module, batch, num_samples)
+        check_sum(task, passes.module, batch, num_samples)
     if micro is not None:
-        replica.seed(0, 0)
-        smallest = replica.load(micro).batch
-        check_small_batch(replica.task, replica.sampler, micro, replica.step_module, smallest)
+        passes.seed(0, 0)
+        smallest = passes.load(micro).batch
+        check_small_batch(task, sampler, micro, passes.module, smallest)
     before.put_back()
     attributes.put_back()
-    replica.task_state.load(replica.state.task)
+    parts.task_state.load(parts.state.task)

@@ -7,7 +7,6 @@ world size (``TreeStep``), and by the optimizers' own steps (``OwnStep``).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
 from collections.abc import Sequence
@@ -17,32 +16,33 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from everstep.spec.sections import ScheduleSpec
-from train_fn.checks.order import require_same_order
+from train_fn.checks.order import CallOrder, require_same_order
+from train_fn.checks.trained import LearningRates
 from train_fn.elastic.exchange import Exchange
 from train_fn.errors import BadTask
+from train_fn.loop.build import Parts
 from train_fn.loop.own_step import OwnUpdates
-from train_fn.loop.replica import Replica
+from train_fn.loop.passes import Passes
 from train_fn.samples.ledger import Count
 from train_fn.samples.sampler import MicroBatch
 from train_fn.session.session import Session
 from train_fn.state.optim import lr_factor
-from train_fn.step.fingerprints import local
+from train_fn.step.fingerprints import Fingerprints, local
 from train_fn.step.report import StepTotals, Votes
 from train_fn.step.report_sums import StepPlan
 from train_fn.tasks.protocol import LOSS, MOST_VALUES, Sum, where
 
 
-def set_rates(replica: Replica, schedule: ScheduleSpec) -> float | None:
+def set_rates(rates: LearningRates, schedule: ScheduleSpec, parts: Parts) -> float | None:
     """Set the learning rates of the present step, unless the task's scheduler has. Return that of
     the first group; None if its optimizer computes its own."""
-    state = replica.state
+    state = parts.state
     if state.scheduler is not None:
-        return replica.learning_rates.present()
-    return replica.learning_rates.set(
-        lr_factor(schedule, state.step, replica.total_steps, state.steps_per_epoch)
-    )
+        return rates.present()
+    return rates.set(lr_factor(schedule, state.step, parts.total_steps, state.steps_per_epoch))
 
 
 class StepExchange:
@@ -52,33 +52,43 @@ class StepExchange:
     ``pass_back``, or in the last one ``last_pass``; and ``take``.
     """
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica, self._scale = replica, 1.0
-        self.digests_ahead = replica.used is None and not replica.peers.on_cpu
+    def __init__(self, passes: Passes, fingerprints: Fingerprints) -> None:
+        self._passes, self._peers, self._state = passes, passes.peers, passes.parts.state
+        self._fingerprints, self._scale = fingerprints, 1.0
+        self.digests_ahead = passes.used is None and not passes.peers.on_cpu
         """Whether the sums are on their way once the last pass has returned."""
 
     def begin(self, plan: StepPlan) -> None:
         """Begin the present step of the state."""
-        replica = self._replica
-        self._scale = replica.loss_scale(plan.num_samples)
-        replica.sums.begin(replica.state.step, plan.expected, replica.fingerprints.header)
+        self._scale = self._passes.loss_scale(plan.num_samples)
+        self._passes.sums.begin(self._state.step, plan.expected, self._fingerprints.header)
 
     def passes(self, share: Sequence[MicroBatch]) -> Sequence[MicroBatch | None]:
-        """Return the forward passes of a rank with this share; None stands for an empty batch."""
-        return [*share, *[None] * (self._replica.num_passes(len(share)) - len(share))]
+        """Return the forward passes of a rank with this share; None stands for an empty batch. At
+        least one, since every rank takes part in the backward pass."""
+        least = len(self._share_of_first()) if self._passes.exchanges_in_forward else 1
+        return [*share, *[None] * (max(1, least) - len(share))]
+
+    def _share_of_first(self) -> Sequence[MicroBatch]:
+        """Return the present share of rank 0, which has the largest one."""
+        sampler, state = self._passes.parts.sampler, self._state
+        return sampler.share(state.epoch, state.k, 0, self._peers.world_size)
 
     def around(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass."""
-        return self._replica.synchronising(is_last)
+        """Return the context of a pass: only the last one of a share sums gradients over ranks."""
+        wrapped = self._passes.wrapped
+        if is_last or not isinstance(wrapped, DistributedDataParallel):
+            return nullcontext()
+        return wrapped.no_sync()
 
     def forward(self, batch: Any | None, own_samples: int) -> tuple[torch.Tensor, Sum]:
         """Return (loss sum, weight) of a batch, of which ``own_samples`` count."""
-        return self._replica.forward(batch)
+        return self._passes.forward(batch)
 
     def add(self, loss_sum: torch.Tensor, weight: Sum, difference: Count | None) -> None:
         """Add a pass to what this rank reports. ``difference`` is the correction from expected to
         loaded samples; None if they are equal."""
-        self._replica.sums.add(loss_sum, weight, difference)
+        self._passes.sums.add(loss_sum, weight, difference)
 
     def pass_back(self, loss_sum: torch.Tensor, number: int) -> None:
         """Run the backward pass of micro-batch ``number``, which is not the last one."""
@@ -88,13 +98,13 @@ class StepExchange:
         """Run the last backward pass, and start to exchange. None stands for a rank without
         passes."""
         assert loss_sum is not None
-        self._replica.sums.backward(self._scaled(loss_sum), votes)
-        self._replica.finish_exchange()
+        self._passes.sums.backward(self._scaled(loss_sum), votes)
+        self._passes.finish()
 
     def take(self) -> StepTotals:
         """Return the totals over all ranks, once the gradients are summed. Raise the collective's
         error if a peer is gone."""
-        return self._replica.sums.take()
+        return self._passes.sums.take()
 
     def clip(self, max_norm: float, factor: float) -> float:
         """Clip the gradients and return their norm before that. No collective.
@@ -102,32 +112,32 @@ class StepExchange:
         Args:
             factor: by which they were multiplied since ``take``.
         """
-        return float(torch.nn.utils.clip_grad_norm_(self._replica.parameters, max_norm))
+        parameters = self._passes.parts.trained.parameters
+        return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
     def _scaled(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        return self._replica.state.scaler.scale(loss_sum * self._scale)
+        return self._state.scaler.scale(loss_sum * self._scale)
 
 
 class TreeStep(StepExchange):
     """Exchange a step with ``train.exactness: elastic``. The gradients of each micro-batch are
     computed alone, and added in an order that no rank decides."""
 
-    def __init__(self, replica: Replica, tree: Exchange) -> None:
-        super().__init__(replica)
+    def __init__(self, passes: Passes, fingerprints: Fingerprints, tree: Exchange) -> None:
+        super().__init__(passes, fingerprints)
         self._tree, self.add = tree, tree.add  # type: ignore[method-assign]
         self.digests_ahead = False
 
     def begin(self, plan: StepPlan) -> None:
-        replica = self._replica
-        self._scale = replica.loss_scale(plan.num_samples)
-        state, fingerprint = replica.state, replica.fingerprints.header
+        self._scale = self._passes.loss_scale(plan.num_samples)
+        state, fingerprint = self._state, self._fingerprints.header
         self._tree.begin(state.step, state.k, plan.expected.samples, fingerprint)
 
     def passes(self, share: Sequence[MicroBatch]) -> Sequence[MicroBatch | None]:
         return share
 
     def around(self, is_last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def pass_back(self, loss_sum: torch.Tensor, number: int) -> None:
         super().pass_back(loss_sum, number)
@@ -137,7 +147,7 @@ class TreeStep(StepExchange):
         self._tree.send(number, votes)
         if loss_sum is not None and number is not None:
             self.pass_back(loss_sum, number)
-        self._replica.trained.check_flags()
+        self._passes.parts.trained.check_flags()
 
     def take(self) -> StepTotals:
         return self._tree.take()
@@ -157,12 +167,15 @@ class ShardedStep(StepExchange):
     """Exchange a step of a sharded model: FSDP2 sums the gradients in each backward pass, and the
     reports follow as rows, which every rank adds up in the order of ranks."""
 
-    def __init__(self, replica: Replica, max_norm: float | None) -> None:
-        super().__init__(replica)
-        assert replica.order is not None and replica.shards is not None
-        self._shards = replica.shards
+    def __init__(
+        self, passes: Passes, fingerprints: Fingerprints, order: CallOrder, max_norm: float | None
+    ) -> None:
+        super().__init__(passes, fingerprints)
+        assert self._state.gathered is not None
+        self._shards = self._state.gathered
         self.digests_ahead = True
-        self._order, self._max_norm = replica.order, max_norm
+        self._order, self._max_norm = order, max_norm
+        self._source = where(passes.parts.task, "loss")
         self._numbers = torch.empty(0)
         self._norm = 0.0
         """Of the gradients of all ranks."""
@@ -170,8 +183,7 @@ class ShardedStep(StepExchange):
     def begin(self, plan: StepPlan) -> None:
         super().begin(plan)
         self._order.take()
-        is_early = self._replica.order_at_first is not None
-        self._order.source = where(self._replica.task, "loss") if is_early else None
+        self._order.source = self._source if self._state.is_at_first else None
 
     def around(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -183,13 +195,12 @@ class ShardedStep(StepExchange):
     def last_pass(self, loss_sum: torch.Tensor | None, number: int | None, votes: Votes) -> None:
         assert loss_sum is not None
         self.pass_back(loss_sum, number)
-        self._replica.finish_exchange()
-        self._numbers = self._replica.sums.gradient(votes)
+        self._passes.finish()
+        self._numbers = self._passes.sums.gradient(votes)
 
     def take(self) -> StepTotals:
         """Return the totals over all ranks. Raise BadTask if they called other modules."""
-        replica = self._replica
-        own, peers = replica.fingerprints, replica.peers
+        own, peers = self._fingerprints, self._peers
         self._order.arrive()
         self._order.source = None
         own.finish()
@@ -206,11 +217,10 @@ class ShardedStep(StepExchange):
             *(_ROW.unpack_from(each, len(numbers)) for each in rows), strict=True
         )
         of = self._shards.piece.of  # the other ranks are replicas, which gates compare
-        step = replica.state.step + 1
-        require_same_order(orders, where(replica.task, "loss"), f"in step {step}")
+        require_same_order(orders, self._source, f"in step {self._state.step + 1}")
         own.combine(list(zip(*found, strict=True))[:of])
         self._norm = math.sqrt(math.fsum(each * each for each in norms[:of]))
-        return replica.sums.totals_of(sums.tobytes())
+        return self._passes.sums.totals_of(sums.tobytes())
 
     def clip(self, max_norm: float, factor: float) -> float:
         norm = self._norm * factor
@@ -220,7 +230,8 @@ class ShardedStep(StepExchange):
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return this rank's rows of all gradients."""
-        return [local(each.grad) for each in self._replica.parameters if each.grad is not None]
+        parameters = self._passes.parts.trained.parameters
+        return [local(each.grad) for each in parameters if each.grad is not None]
 
 
 @torch.no_grad()
@@ -237,9 +248,16 @@ class OwnStep(StepExchange):
     """Let the task make its step, whose optimizers average gradients; the reports are summed
     afterwards, with the task's metrics."""
 
-    def __init__(self, replica: Replica, own: OwnUpdates, session: Session) -> None:
-        super().__init__(replica)
-        self._own, self._session = own, session
+    def __init__(
+        self,
+        passes: Passes,
+        fingerprints: Fingerprints,
+        own: OwnUpdates,
+        session: Session,
+        rates: LearningRates,
+    ) -> None:
+        super().__init__(passes, fingerprints)
+        self._own, self._session, self._rates = own, session, rates
         self.digests_ahead = False
         self._num_samples = 1
         self._weight = 0.0
@@ -255,15 +273,14 @@ class OwnStep(StepExchange):
     def passes(self, share: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Return the one pass. A rank without a share, in a short batch, trains on that of rank 0,
         which then does not count: it must take part in every collective."""
-        state, sampler = self._replica.state, self._replica.sampler
-        return share or sampler.share(state.epoch, state.k, 0, self._replica.peers.world_size)
+        return share or self._share_of_first()
 
     def around(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def forward(self, batch: Any | None, own_samples: int) -> tuple[torch.Tensor, Sum]:
         """Let the task make its step on the batch."""
-        state, own = self._replica.state, self._own
+        state, own = self._state, self._own
         if batch is None:
             raise BadTask(
                 "collate returned None for a rank's share of a global batch, and training_step "
@@ -271,16 +288,17 @@ class OwnStep(StepExchange):
                 "the data set"
             )
         self._weight = own_samples / self._num_samples
-        own.lr = set_rates(self._replica, self._session.ctx.spec.schedule)
+        schedule = self._session.ctx.spec.schedule
+        own.lr = set_rates(self._rates, schedule, self._passes.parts)
         own.shadow.take()
         self._session.change()
         own.mean.begin(state.step, self._weight)
         self._values = own.run(state, batch)
-        loss = self._values.pop(LOSS, torch.zeros(())).to(self._replica.peers.device)
+        loss = self._values.pop(LOSS, torch.zeros(())).to(self._peers.device)
         return loss * own_samples, own_samples
 
     def last_pass(self, loss_sum: torch.Tensor | None, number: int | None, votes: Votes) -> None:
-        peers, numbers = self._replica.peers, self._replica.sums.gradient(votes)
+        peers, numbers = self._peers, self._passes.sums.gradient(votes)
         extra = torch.zeros(1 + MOST_VALUES, device=peers.device)
         extra[0] = float(self._own.mean.num_updates)
         for at, value in enumerate(self._values.values(), start=1):
@@ -291,19 +309,19 @@ class OwnStep(StepExchange):
 
     def take(self) -> StepTotals:
         """Return the totals over all ranks. Raise BadTask if the ranks made other updates."""
-        replica, own = self._replica, self._own
+        own = self._own
         if self._work is not None:
             self._work.wait()
         self._work = None
-        sums = replica.peers.result(self._sent)
+        sums = self._peers.result(self._sent)
         length = len(sums) - 1 - MOST_VALUES
-        totals = replica.sums.totals_of(sums[:length].numpy().tobytes())
+        totals = self._passes.sums.totals_of(sums[:length].numpy().tobytes())
         num_updates, *found = sums[length:].tolist()
-        is_whole = totals.fault(replica.state.step, self._num_samples) is None
-        if is_whole and num_updates != own.mean.num_updates * replica.peers.world_size:
+        is_whole = totals.fault(self._state.step, self._num_samples) is None
+        if is_whole and num_updates != own.mean.num_updates * self._peers.world_size:
             raise BadTask(
                 f"{own.source} stepped optimizers {own.mean.num_updates} times in step "
-                f"{replica.state.step + 1} on this rank, and another number of times on others. "
+                f"{self._state.step + 1} on this rank, and another number of times on others. "
                 "Let nothing that only a rank's own samples say decide how often an optimizer steps"
             )
         own.values = {

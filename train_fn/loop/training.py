@@ -14,20 +14,25 @@ from train_fn.checkpoints.torch_file import require_safetensors
 from train_fn.checks.audit import NOT_WATCHED, BitFlips, StepAudit
 from train_fn.checks.fits import require_best_metric
 from train_fn.checks.ranks import check_data, check_model, check_numerics
+from train_fn.checks.trained import LearningRates
 from train_fn.context import WorkerContext
+from train_fn.loop.build import optimizer_source
+from train_fn.loop.epoch_end import EpochEnd
 from train_fn.loop.evaluate import try_evaluation
 from train_fn.loop.first_pass import join
-from train_fn.loop.replica import Replica, build_replica
+from train_fn.loop.replica import Replica
 from train_fn.loop.step import OwnStep, ShardedStep, StepExchange, TreeStep
 from train_fn.samples.loader import Loader
+from train_fn.samples.sampler import Sampler
 from train_fn.session.session import Session
 from train_fn.session.speed import speed_of
 from train_fn.snapshots.forgotten import sweep_forgotten
 from train_fn.snapshots.keeper import Restored
 from train_fn.state.contents import sketch_weights
 from train_fn.state.tensor_tree import size_bytes
-from train_fn.step.peers import bucket_sizes
+from train_fn.step.peers import Peers, bucket_sizes
 from train_fn.step.profiler import StepProfiler
+from train_fn.step.report_sums import StepPlans
 from train_fn.step.timing import StepClock, StragglerWatch
 from train_fn.tasks.protocol import where
 
@@ -79,19 +84,25 @@ class Training:
     """None if no step is audited."""
     exchange: StepExchange
     loader: Loader
-    grad_clip_norm: float | None
-    """From the spec; read here once because every step asks for it."""
+    plans: StepPlans
+    rates: LearningRates
+    epoch_end: EpochEnd
 
     def begin(self, num_samples: int, num_passes: int) -> None:
         """Keep what the forward passes of a step change: ``num_passes`` of this rank, for
         ``num_samples`` in the global batch."""
-        self.replica.moving.begin(num_samples, num_passes)
+        self.replica.passes.moving.begin(num_samples, num_passes)
         if self.progress.rescue is not None:
             self.progress.rescue.note_work()
 
     def watched(self, number: int) -> AbstractContextManager[None]:
         """Return the context of this rank's pass over micro-batch ``number``."""
         return NOT_WATCHED if self.audit is None else self.audit.watched(number)
+
+    def close_epoch(self, *, is_new: bool = True) -> bool:
+        """Do what is due between two steps (``EpochEnd.close``)."""
+        self.progress.phase = "evaluation"
+        return self.epoch_end.close(is_new=is_new)
 
 
 def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
@@ -100,9 +111,9 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     A collective. Records in ``progress`` what exists so far, also where it fails on the way.
     """
     sweep_forgotten(ctx)
-    replica = build_replica(ctx)
-    progress.replica = replica
-    require_best_metric(replica.task, replica.val_set, ctx.spec.checkpoint)
+    progress.replica = replica = Replica(ctx)
+    parts = replica.parts
+    require_best_metric(parts.task, parts.val_set, ctx.spec.checkpoint)
     if ctx.spec.checkpoint.safetensors:
         require_safetensors(replica.state.model.state_dict())
     progress.phase = "restore"
@@ -136,66 +147,73 @@ def restore(session: Session, replica: Replica) -> None:
         StorageError: the storage does not answer, or has lost all checkpoints that the run had.
     """
     ctx, state = session.ctx, replica.state
-    check_data(replica.peers, state, replica.warn)
+    parts, peers, passes = replica.parts, replica.peers, replica.passes
+    check_data(peers, state, parts.warn)
 
     def meet(restored: Restored) -> None:
         is_fresh = restored.source == "fresh"
-        built, source = replica.parts.built_weights, where(replica.task, "build_model")
+        built, source = parts.built_weights, where(parts.task, "build_model")
         if is_fresh:
-            every = replica.parts.every_weight
+            every = parts.every_weight
             built = sketch_weights(state.model, all_of_it=True) if every is None else every
-        check_model(replica.peers, source, built, fresh=is_fresh)
-        join(replica, is_fresh=is_fresh, begins=restored.source in BEGINNINGS)
+        check_model(peers, source, built, fresh=is_fresh)
+        join(ctx, replica, is_fresh=is_fresh, begins=restored.source in BEGINNINGS)
 
     adopt_origin = partial(adopt, into=state, ctx=ctx)
     session.restore(adopt_origin, before_load=meet)
-    replica.together.begun_at = state.step
-    replica.task_state.load(state.task)
-    replica.moving.renew()
-    check_numerics(ctx, replica.peers, state, replica.parts.numerics)
-    replica.peers.gather(None)  # nobody reads any more
+    parts.task_state.load(state.task)
+    passes.moving.renew()
+    check_numerics(ctx, peers, state, parts.numerics)
+    peers.gather(None)  # nobody reads any more
     ctx.on_restored()
     session.announce()
 
 
 def _build(session: Session, progress: RankProgress, replica: Replica) -> Training:
     """Build what a step uses. What may fail comes before what starts threads."""
-    ctx, state, sampler = session.ctx, replica.state, replica.sampler
-    speed = speed_of(ctx, replica.task, replica.parts.flops_per_sample)
+    ctx, parts, passes = session.ctx, replica.parts, replica.passes
+    state, sampler = parts.state, parts.sampler
+    speed = speed_of(ctx, parts.task, parts.flops_per_sample)
     flips = BitFlips(ctx)
+    rates = LearningRates(state.optimizer, optimizer_source(parts.task), state.scheduler)
+    clock = StepClock(parts.trained.with_gradient, ctx.device)
     training = Training(
         ctx=ctx,
         session=session,
         progress=progress,
         replica=replica,
-        clock=StepClock(replica.gradient_parameters, ctx.device),
-        stragglers=watch_stragglers(ctx, replica),
-        profiler=StepProfiler(ctx, lambda: bucket_sizes(replica.wrapped)),
+        clock=clock,
+        stragglers=watch_stragglers(ctx, sampler, replica.peers),
+        profiler=StepProfiler(ctx, lambda: bucket_sizes(passes.wrapped)),
         flips=flips,
         audit=audit_of(ctx, replica, flips),
-        exchange=exchange_of(session, replica),
+        exchange=exchange_of(session, replica, rates),
         loader=Loader(
-            replica.train_set,
+            parts.train_set,
             sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
             ctx.spec,
             ctx.local_world_size,
             ctx.device,
         ),
-        grad_clip_norm=ctx.spec.train.grad_clip_norm,
+        plans=StepPlans(sampler, ctx.world_rank, ctx.world_size),
+        rates=rates,
+        epoch_end=EpochEnd(session, replica, rates, clock),
     )
     session.open(state.chain.enter, speed, replica.peers.exchange)
     return training
 
 
-def exchange_of(session: Session, replica: Replica) -> StepExchange:
+def exchange_of(session: Session, replica: Replica, rates: LearningRates) -> StepExchange:
     """Return how the steps of this replica are exchanged."""
-    if replica.own_updates is not None:
-        return OwnStep(replica, replica.own_updates, session)
-    if replica.shards is not None:
-        return ShardedStep(replica, session.ctx.spec.train.grad_clip_norm)
-    return (
-        StepExchange(replica) if replica.exchange is None else TreeStep(replica, replica.exchange)
-    )
+    passes, fingerprints = replica.passes, replica.together.fingerprints
+    if replica.own is not None:
+        return OwnStep(passes, fingerprints, replica.own, session, rates)
+    if replica.order is not None:
+        max_norm = session.ctx.spec.train.grad_clip_norm
+        return ShardedStep(passes, fingerprints, replica.order, max_norm)
+    if passes.tree is not None:
+        return TreeStep(passes, fingerprints, passes.tree)
+    return StepExchange(passes, fingerprints)
 
 
 def audit_of(ctx: WorkerContext, replica: Replica, flips: BitFlips) -> StepAudit | None:
@@ -203,9 +221,9 @@ def audit_of(ctx: WorkerContext, replica: Replica, flips: BitFlips) -> StepAudit
     collective."""
     if not ctx.spec.train.audit_fraction:
         return None
-    audit = StepAudit(ctx, replica, flips)
+    audit = StepAudit(ctx, replica.passes, replica.together, flips)
     if not replica.together.must_agree:
-        replica.warn(
+        replica.parts.warn(
             "no step of this attempt is audited (train.audit_fraction): the ranks' processors, "
             "libraries or settings differ, so their last bits may, too. Use one kind of node"
         )
@@ -214,12 +232,11 @@ def audit_of(ctx: WorkerContext, replica: Replica, flips: BitFlips) -> StepAudit
     return audit
 
 
-def watch_stragglers(ctx: WorkerContext, replica: Replica) -> StragglerWatch | None:
+def watch_stragglers(ctx: WorkerContext, sampler: Sampler, peers: Peers) -> StragglerWatch | None:
     """Return the watch for slow ranks on rank 0 of several ranks, else None. A collective."""
     if ctx.world_size == 1:
         return None
-    node_ids = replica.peers.gather(ctx.node_id)
-    sampler = replica.sampler
+    node_ids = peers.gather(ctx.node_id)
     ranks, world_size = range(ctx.world_size), ctx.world_size
     shares = [len(sampler.share(0, sampler.fullest, rank, world_size)) for rank in ranks]
     return StragglerWatch(ctx.journal.emit, node_ids, shares) if ctx.world_rank == 0 else None

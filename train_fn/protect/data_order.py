@@ -1,9 +1,8 @@
 """A user's DataLoader: its parts, the order of its epochs, and the batches that are skipped.
 
-The order of an epoch depends on the run's seed and the epoch alone: all generators that a sampler
-may draw from are seeded before the epoch's first batch, on all ranks alike, or on each by its rank
-if the loop seeds its ranks differently. That includes generators that samplers own. So a place in
-an epoch is two numbers.
+The order of an epoch depends on the run's seed and the epoch alone. Before an epoch's first batch
+all generators are seeded that a sampler may draw from, also those that samplers own: on all ranks
+alike, or by rank if the loop seeds its ranks differently. So a place in an epoch is two numbers.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ def kept_iterator(loader: Any) -> str | None:
 
 
 def require_own_iterator(loader: Any) -> None:
-    """Raise BadTask for a loader whose one iterator reads ahead, or draws, over the ends of epochs:
-    where it is depends on all that was read before."""
+    """Raise BadTask for a loader that has one iterator for all epochs, if it reads ahead over their
+    ends, or draws there. Its place depends on all that was read before."""
     name = kept_iterator(loader)
     draws = any(
         isinstance(getattr(e, "generator", 0), torch.Generator) for e in samplers_of(loader)
@@ -168,8 +167,8 @@ def _is_of_accelerate(loader: Any) -> bool:
 
 
 def skips(loader: Any) -> bool:
-    """Return whether batches can be left out without loading them: those of torch's own class
-    follow from the sampler's alone, as do those of torchdata's, and Accelerate knows how."""
+    """Return whether batches can be left out without loading them. With torch's and torchdata's
+    loaders they follow from the sampler alone, and Accelerate has a way of its own."""
     kind = type(loader)
     is_plain = kind is DataLoader or (
         kind.__module__ == _TORCHDATA and not hasattr(loader.dataset, "state_dict")

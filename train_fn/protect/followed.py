@@ -246,17 +246,17 @@ class FollowedLoader:
             self.epoch, self._num_batches, self._taken = self.epoch + 1, 0, None
 
     def _require_place(self, state: Followed) -> None:
-        """Raise BadTask for a loader that begins the same epoch with other batches when it is begun
-        again, or the next one when none was made before: where it is does not follow from epoch and
-        batch."""
+        """Raise BadTask for a loader whose place does not follow from epoch and batch. It gives
+        other batches if the same epoch is begun again, or if this process has not made the epochs
+        before."""
         if kept_iterator(self._loader) is not None:
             return
         if self._counts_epochs(state) or self._begun(state) != self._begun(state):
             raise not_followed(self._loader, "es.loader")
 
     def _counts_epochs(self, state: Followed) -> bool:
-        """Return whether the second epoch is another one if this process has made the first: a
-        user's sampler counts them, or keeps what it has made in the first."""
+        """Return whether the second epoch depends on whether this process has made the first: a
+        user's sampler may count epochs, or keep something from the first."""
         parts = [each for each in samplers_of(self._loader) if each is not self._loader]
         if not skips(self._loader) or all(type(e).__module__.startswith("torch.") for e in parts):
             return False
@@ -376,8 +376,8 @@ class FollowedLoader:
 
 
 def _place_of(data: Any) -> Any:
-    """Return the state of data that go on where they are when they are iterated again; None for
-    others, as for those whose state depends on what a loader says."""
+    """Return the state of data that keep their place from one iteration to the next. Return None
+    for others, also for those whose state depends on what a loader says."""
     if not hasattr(data, "state_dict") or not hasattr(data, "load_state_dict"):
         return None
     try:

@@ -6,28 +6,34 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import logging
 import math
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import ray
+import ray.cloudpickle
 import ray.train
 import ray.train.collective
 import ray.train.torch
 import torch
 from ray.exceptions import RayError
 
+from everstep.spec.code import CodeSpec
 from everstep.wire.events import MAX_NAMES, EventKind, NameLimit
 from storage.run_control import Stop
 from train_fn import clock as head_clock
 from train_fn import own_loop
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, PeersGone
+from train_fn.errors import BadTask, PeersGone, few
 from train_fn.node.secrets import process_redactor
 from train_fn.own_loop import StopAgreed
 from train_fn.ranks import process
@@ -39,14 +45,13 @@ from train_fn.ray_train.ray_checkpoints import (
     parts_of,
     rejected_reports,
 )
-from train_fn.ray_train.ray_data import shards_of
 from train_fn.ray_train.ray_internals import DataParallelTrainer, TrainContext, get_train_context
 from train_fn.recovery.launch import Position, RankJob, RankLaunch
 from train_fn.step.nccl import collective_counts
 from train_fn.step.profiler import StepProfiler
 from train_fn.user_code import function
 from train_fn.user_code.function import FunctionReports, protection, refuse
-from train_fn.user_code.modules import CodeOnNode, imports
+from train_fn.user_code.modules import CodeOnNode, imports, load_named, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -287,3 +292,85 @@ def _device(use_gpu: bool) -> torch.device:
         return torch.device("cpu")
     device: torch.device = ray.train.torch.get_device()
     return device if (device.index or 0) < torch.cuda.device_count() else torch.device("cuda", 0)
+
+
+# ---------------------------------------------------------------- Ray Data
+
+# Ray Data sets of a user's function: built on rank 0 once an attempt, and split over all ranks as
+# Ray's own trainer does. They are built where the function runs and not on the driver: the code and
+# its packages are there, and what it raises is an error of the user's, with file and line.
+
+
+def shards_of(ctx: WorkerContext, code: CodeOnNode, spec: CodeSpec) -> Callable[..., Any]:
+    """Return what stands in for ``TrainContext.get_dataset_shard`` on this rank. A collective.
+
+    The function ``datasets`` of the spec returns the data sets, and a ``ray.train.DataConfig``
+    beside them if they are not all to be split. It gets the config if it has a parameter. Raises
+    BadTask on rank 0 if it returns anything else.
+    """
+    built, entry = None, str(spec.datasets)
+    if ctx.world_rank == 0:
+        _warn_of_no_room()
+        datasets, config = _built(entry, dict(spec.config), code.directory)
+        built = config.configure(
+            datasets, ctx.world_size, worker_handles=None, worker_node_ids=None
+        )
+    of_ranks: list[dict[str, Any]] = ray.train.collective.broadcast_from_rank_zero(built)
+    own = of_ranks[ctx.world_rank]
+
+    def get_dataset_shard(_: Any, dataset_info: Any) -> Any:
+        name = dataset_info.dataset_name
+        if name not in own:
+            raise BadTask(
+                f"ray.train.get_dataset_shard({name!r}): {entry} returned the data sets "
+                f"{few(sorted(own))}; ask for one of them"
+            )
+        return own[name]
+
+    return get_dataset_shard
+
+
+def _built(
+    entry: str, given: dict[str, Any], directory: Path
+) -> tuple[dict[str, Any], ray.train.DataConfig]:
+    """Call the user's function, and return what it returns. Raises BadTask."""
+    from ray.data import Dataset
+
+    function = load_named(entry)
+    if not callable(function):
+        raise BadTask(
+            f"{entry} is a {type(function).__name__}, not a function. Set code.datasets to a "
+            "function that returns {name: ray.data.Dataset}"
+        )
+    said = function(*([given] if inspect.signature(function).parameters else []))
+    found, config = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
+    config = ray.train.DataConfig() if config is None else config
+    is_named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
+    if not is_named or not found or not all(isinstance(each, Dataset) for each in found.values()):
+        raise BadTask(
+            f"{entry}{place_of(function)} returned {found!r:.200}; return a dict with a "
+            "ray.data.Dataset for each name"
+        )
+    if not isinstance(config, ray.train.DataConfig):
+        raise BadTask(
+            f"{entry}{place_of(function)} returned a {type(config).__name__} beside its data sets; "
+            "return a ray.train.DataConfig, or the data sets alone"
+        )
+    # Ray Data's processes do not have the archive: what they call travels as it is.
+    for name, module in [*sys.modules.items()]:
+        path = getattr(module, "__file__", None)
+        is_own = isinstance(path, str) and directory in Path(path).parents
+        if is_own and module.__name__ == name:
+            ray.cloudpickle.register_pickle_by_value(module)
+    return dict(found), config
+
+
+def _warn_of_no_room() -> None:
+    free = ray.available_resources().get("CPU", 0.0)
+    if free < 1.0:  # what a task of Ray Data takes by default
+        logger.warning(
+            "Ray Data's tasks take CPUs beside those of the ranks, and the cluster has %g free: "
+            "reading waits until some are. Lower scaling.max_workers or "
+            "scaling.resources_per_worker, or add nodes",
+            free,
+        )

@@ -35,7 +35,8 @@ from train_fn.loop.training import RankProgress
 from train_fn.node import children
 from train_fn.own_loop import OwnLoop
 from train_fn.recovery.evidence import RankError, StepFailed, describe_error
-from train_fn.rehearsal.recorder import OfLoop, OfTask, Orders, Recorder, Source
+from train_fn.rehearsal.recorder import Orders, Recorder
+from train_fn.rehearsal.values import OfLoop, OfTask, Source
 from train_fn.standalone.rank import CLOSE_S, LocalPlace, begin_attempt, device_of, set_up
 from train_fn.step.nccl import begin_attempt as begin_collectives
 from train_fn.step.nccl import group_backend

@@ -105,6 +105,7 @@ class Session:
             is_mapped = restored.source == "snapshot" and found is not None
             found = keeper.spread(restored, found)
             state.load_state_dict(found, gives_memory=not is_mapped or may_stay(ctx, found))
+            state.begun_at = state.step
             snapshot_store(ctx).remove_after(state.step)
         except BaseException:
             keeper.let_go()

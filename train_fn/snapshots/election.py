@@ -85,8 +85,8 @@ def elect(candidates: list[Candidate], submission: int) -> Elected:
 
 
 def _compared(label: Label) -> int:
-    """Return what is the same for labels whose digests must be equal: those of a state that every
-    rank holds whole, or the copies of one rank's piece."""
+    """Return a key. Labels with one key must have equal digests: all of a state that every rank
+    holds whole, else the copies of one rank's piece."""
     return -1 if label.pieces == 1 else label.rank
 
 

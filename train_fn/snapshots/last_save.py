@@ -142,8 +142,8 @@ class WrittenPiece:
 def write_piece(
     run_dir: RunDir, spec: RunSpec, store: SnapshotStore, candidate: Candidate, directory: str
 ) -> WrittenPiece | Unreadable:
-    """Write a piece on this node, which may be all of a state, to the directory of a checkpoint
-    that was begun; with the first one also what all pieces have in common. Raises StorageError."""
+    """Write a piece on this node to the directory of a checkpoint that was begun. The piece may be
+    all of a state. The first one also writes what all have in common. Raises StorageError."""
     try:
         state = store.read(candidate.label)
     except Exception as exc:

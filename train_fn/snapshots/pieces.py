@@ -8,7 +8,7 @@ it is the heir, are on its node. Behind the gate the state survives any one node
 reported. Older pieces are removed then, so a death always leaves one state whole.
 
 Copies may travel every so many steps only, or never. Then a rank comes to the gate once its own
-piece is on its node, and the newest state that did travel stays until another one has.
+piece is on its node. The newest state that has travelled stays until a newer one has.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ def find_durable(
     """Return the newest checkpoint that verifies. Rank 0 reads it. A collective.
 
     If there is none the run begins: anew, or from another run's checkpoint if its spec says so. The
-    journals are read too: a storage that has lost its checkpoints, or lists none for a moment, must
-    not look like that of a new run.
+    journals are read too. They tell a new run from one whose storage has lost its checkpoints, or
+    lists none for a moment.
     """
     found: Restored | Exception | None = None
     state = None
@@ -322,8 +322,9 @@ def durable_part(
     common: dict[str, Any] | None,
     adopt_origin: Adopt,
 ) -> dict[str, Any] | None:
-    """Return this rank's part of a checkpoint, of this run or another one, from the files that it
-    needs; for a new run, ``common`` as it is. A collective: an error of one rank is raised by all.
+    """Return this rank's part of a checkpoint, read from the files that it needs. The checkpoint
+    may be another run's. For a new run, return ``common`` as it is. A collective: if one rank
+    fails, all raise its error.
 
     Args:
         common: what the pieces have in common, on the rank that has read it.

@@ -5,9 +5,9 @@ while it writes it. A reader maps the file, and sums what it has mapped. Neither
 another copy of the state.
 
 A file may be written over, since memory that is in use is written at twice the speed of new memory.
-Nobody reads it then: a reader holds a shared lock of the file for as long as it is mapped, and a
-writer that does not get the exclusive one takes a new file. A reader that opens a file just before
-it is renamed, to be written over, finds that the path no longer names it.
+Nobody reads it then. A reader holds a shared lock while it has the file mapped; a writer that does
+not get the exclusive lock takes a new file. A file is renamed before it is written over, so a
+reader that has just opened it finds that the path no longer names it.
 
 A state that a process holds on the same machine is read there without a file (at the end).
 """

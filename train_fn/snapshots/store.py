@@ -160,9 +160,9 @@ class SnapshotStore:
         return [label for _, label in sorted(older, key=lambda each: each[0])]
 
     def recycle_older(self, newest: Label, but: Label | None = None) -> None:
-        """Remove what is older than ``newest``, except for all ranks' states of ``but``, and one
-        file of each rank: its next state is written over that, since fresh memory is slow. A file
-        that somebody reads stays as it is."""
+        """Remove what is older than ``newest``, but keep all ranks' states of ``but``. Keep one
+        file of each rank as well: its next state is written over it, since fresh memory is slow. A
+        file that somebody reads stays as it is."""
         for label in self._older(newest):
             if but is not None and (label.origin, label.step) == (but.origin, but.step):
                 continue

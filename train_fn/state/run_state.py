@@ -53,6 +53,8 @@ class RunState(ABC):
     def __init__(self) -> None:
         self.step = 0
         """Steps done."""
+        self.begun_at = 0
+        """Steps done when the attempt began, with the same state on all ranks."""
         self.closed_epochs = 0
         """Epochs whose end was reported and, if due, evaluated."""
         self.evaluated_step = 0
@@ -72,6 +74,11 @@ class RunState(ABC):
         self.complete = False
         """Whether a run can resume from this state. It must be restored, and no commit may have
         stopped halfway."""
+
+    @property
+    def is_at_first(self) -> bool:
+        """Return whether the next step is one of the attempt's first two."""
+        return self.step < self.begun_at + 2
 
     @property
     @abstractmethod

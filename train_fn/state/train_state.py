@@ -104,9 +104,15 @@ class TrainState(RunState):
         """Buffers, by name, that forward passes change but the model's state_dict leaves out."""
 
     @property
+    def gathered(self) -> Shards | None:
+        """Return the shards of weights that are gathered for each pass; None for a model whose
+        weights every rank holds."""
+        return self.shards if self.shards is not None and self.shards.gathers else None
+
+    @property
     def num_weight_parts(self) -> int:
         """Return over how many ranks the weights are spread. Rank r has part r modulo that."""
-        return self.shards.piece.of if self.shards is not None and self.shards.gathers else 1
+        return 1 if self.gathered is None else self.gathered.piece.of
 
     @property
     def epoch(self) -> int:

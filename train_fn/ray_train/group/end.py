@@ -1,5 +1,5 @@
 """The end of a group of ranks: release the survivors, keep their processes and states, and
-report on each rank.
+report on each rank. Here it is decided that a rank is dead (``lost``, ``gone``), and nowhere else.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class GroupShutdown:
         for rank, worker in enumerate(workers):
             report = dataclasses.replace(place_of(rank, worker, nodes), still_running=True)
             if not report.node_alive:
-                report = dataclasses.replace(report, died=True, still_running=False)
+                report = lost(report)
             self._reports[rank] = report = with_error(report, errors.get(rank))
             if report.unresponsive:
                 # Its peers wait for it in collectives, and would wait forever.
@@ -224,9 +224,7 @@ class GroupShutdown:
         for ref, rank in list(self._waiting.items()):
             if rank in found:
                 del self._waiting[ref]
-                self._reports[rank] = dataclasses.replace(
-                    self._reports[rank], died=True, death=UNNOTICED, still_running=False
-                )
+                self._reports[rank] = gone(self._reports[rank], UNNOTICED)
                 self._end(self._workers[rank].actor)
         return bool(found)
 
@@ -235,9 +233,7 @@ class GroupShutdown:
         for ref, rank in list(self._waiting.items()):
             if self._reports[rank].node_id not in reachable:
                 del self._waiting[ref]
-                self._reports[rank] = dataclasses.replace(
-                    self._reports[rank], node_alive=False, died=True, still_running=False
-                )
+                self._reports[rank] = lost(self._reports[rank])
 
 
 # ---------------------------------------------------------------- hosts
@@ -318,7 +314,9 @@ def leave_states(actors: Sequence[Any], hold_s: float) -> None:
 
 # ---------------------------------------------------------------- rank reports
 
-# Build a report on each rank of a group from its node, the errors of its polls, and its end.
+# Build a report on each rank of a group from its node, the errors of its polls, and its end. A rank
+# is dead if its node is lost, or if its host, Ray or its node says that its process is gone. One
+# that does not answer is not: it may be stopped, and hold its peers up.
 
 UNNOTICED = (
     "its process is gone, though Ray has not noticed: something that it has started holds its "
@@ -328,6 +326,23 @@ UNNOTICED = (
 _PING_S = 1.0
 """Timeout in seconds for a rank's process to answer that it is alive. Most do at once, also while
 they wait for a peer that died."""
+
+
+def lost(report: RankReport) -> RankReport:
+    """Return the report on a rank whose node is lost. What it did there is not known any more."""
+    return dataclasses.replace(
+        report,
+        node_alive=False,
+        died=True,
+        death=None,
+        unresponsive=False,
+        still_running=False,
+    )
+
+
+def gone(report: RankReport, death: str) -> RankReport:
+    """Return the report on a rank whose process is gone. ``death`` describes how it ended."""
+    return dataclasses.replace(report, died=True, death=death, still_running=False)
 
 
 def place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
@@ -370,19 +385,13 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
     if error is None:
         return report
     if isinstance(error, RankDied):
-        return dataclasses.replace(report, died=True, death=str(error), still_running=False)
+        return gone(report, str(error))
     if isinstance(error, WorkerHealthCheckTimeoutError | ActorUnavailableError):
-        return dataclasses.replace(
-            report, unresponsive=report.node_alive, died=not report.node_alive, still_running=False
-        )
+        if not report.node_alive:
+            return lost(report)
+        return dataclasses.replace(report, unresponsive=True, still_running=False)
     if isinstance(error, RayActorError):
-        return dataclasses.replace(
-            report,
-            died=True,
-            death=str(error),
-            preempted=bool(error.preempted),
-            still_running=False,
-        )
+        return gone(dataclasses.replace(report, preempted=bool(error.preempted)), str(error))
     return dataclasses.replace(report, error=describe_error(error, report.rank))
 
 
@@ -414,17 +423,15 @@ def reports_of_slow_start(
         nodes = {node.node_id: node for node in read_nodes()}
         reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
         places = [(report.node_id, report.pid) for report in reports]
-        stopped, gone = find_stopped(places), find_gone(places)
+        stopped, dead = find_stopped(places), find_gone(places)
     except Exception as exc:  # the ranks are killed in any case
         logger.warning("could not find out which ranks hold up the start: %s", exc)
         return ()
     return tuple(
-        dataclasses.replace(
-            report,
-            unresponsive=place in stopped,
-            died=place in gone,
-            death=UNNOTICED if place in gone else None,
-            still_running=place not in stopped | gone,
+        gone(report, UNNOTICED)
+        if place in dead
+        else dataclasses.replace(
+            report, unresponsive=place in stopped, still_running=place not in stopped
         )
         for report, place in zip(reports, places, strict=True)
     )

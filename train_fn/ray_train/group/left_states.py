@@ -159,15 +159,20 @@ class LeftStates:
 def may_lie_elsewhere(
     kept: Collection[int], ending: Collection[int], done: int, *, in_pieces: bool
 ) -> bool:
-    """Return whether the newest state may lie where the next group has no rank, given the steps of
-    the states that ranks of its hosts have left, those of hosts that end, and the steps done. No
-    rank leaves all of a state ``in_pieces``."""
+    """Return whether the newest state may lie on a node where the next group has no rank.
+
+    Args:
+        kept: steps of the states that the ranks of its hosts have left.
+        ending: those of hosts that end.
+        done: the steps done.
+        in_pieces: whether no rank leaves all of a state.
+    """
     return done > 0 and (in_pieces or max(kept, default=0) < max([done, *ending]))
 
 
 def pieces_to_bring(candidates: list[Candidate], num_here: int, submission: int) -> list[Candidate]:
-    """Return which candidates of the newest state have to be brought to the next group's nodes,
-    those with numbers below ``num_here``: one of each piece that none of these has."""
+    """Return the candidates that have to be brought to the next group's nodes, whose numbers are
+    below ``num_here``: one of each piece of the newest state that none of these nodes has."""
     found: dict[int, Candidate] = {}
     for candidate in sorted(elect(candidates, submission).candidates, key=lambda each: each.rank):
         found.setdefault(candidate.label.piece.number, candidate)

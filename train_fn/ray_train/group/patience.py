@@ -17,14 +17,14 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from everstep.wire.events import EventKind
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.group.end import UNNOTICED
+from train_fn.ray_train.group.end import UNNOTICED, lost
 from train_fn.ray_train.group.node_checks import find_gone
 from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
 from train_fn.ray_train.scaling import ReadNodes
-from train_fn.recovery import waiting
+from train_fn.recovery import error_text
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import (
     SILENT_S,
@@ -300,16 +300,17 @@ class HungRanks:
         the rank hung, or was killed at all.
         """
         report = dataclasses.replace(report, stack=self._stacks.get(report.rank))
+        if report.rank in self._ranks and not report.node_alive:
+            return lost(report)
         if report.rank in self._ranks:
-            is_lost = not report.node_alive
             return dataclasses.replace(
                 report,
-                unresponsive=not is_lost,
-                is_unproven=not (is_lost or self._late or is_known_who_hangs(self._stacks)),
-                died=is_lost,
+                unresponsive=True,
+                is_unproven=not (self._late or is_known_who_hangs(self._stacks)),
+                died=False,  # by our own hand
                 death=None,
                 still_running=False,
-                hang=None if is_lost else self._reason + (_LATE if self._late else ""),
+                hang=self._reason + (_LATE if self._late else ""),
             )
         if report.unresponsive:
             no_answer = (
@@ -373,7 +374,7 @@ class StackReports:
         workers = group.get_workers()
         stacks = answers([worker.actor.stack.remote() for worker in workers])
         node_ids = {rank: worker.metadata.node_id for rank, worker in enumerate(workers)}
-        found = waiting.report(stacks, node_ids, TRAINING_THREAD)
+        found = error_text.report(stacks, node_ids, TRAINING_THREAD)
         if order_id is None:
             logger.warning("nothing has moved for %.0f s: %s", quiet_s, found["summary"])
         facts = {"id": order_id, "quiet_s": round(quiet_s, 1), "step": self._log.journal.last_step}

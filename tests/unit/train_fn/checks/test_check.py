@@ -14,7 +14,7 @@ from train_fn.errors import BadTask
 
 ROOT = Path(__file__).parents[4]
 ROOM = ROOT / "train_fn" / "checks"
-REGISTERS = ("train_fn/loop/replica.py", "train_fn/protect/training.py")
+REGISTERS = ("train_fn/loop/build.py", "train_fn/loop/replica.py", "train_fn/protect/training.py")
 
 
 class Noting(Check):

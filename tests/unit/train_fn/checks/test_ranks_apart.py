@@ -69,14 +69,10 @@ def compare(ctx: WorkerContext, moment: Moment, *, must_agree: bool = True) -> N
     with torch.no_grad():
         models[ODD].weight[2, 2] = 1e30
     ranks = [TrainedParameters(each, torch.optim.SGD(each.parameters(), 0.1)) for each in models]
-    peers, state, fingerprints = (
-        Peers(ranks),
-        SimpleNamespace(step=STEP, num_weight_parts=1),
-        SimpleNamespace(),
-    )
+    state = SimpleNamespace(step=STEP, begun_at=BEGUN_AT, num_weight_parts=1)
     together: Any = Together
-    check = together(ctx, peers, state, ranks[0], fingerprints, "Mine.loss")
-    check.must_agree, check.begun_at = must_agree, BEGUN_AT
+    check = together(ctx, Peers(ranks), state, ranks[0], "Mine.loss")
+    check.must_agree = must_agree
     with Checks([check]).around(moment, "Mine.hook"):
         pass
 

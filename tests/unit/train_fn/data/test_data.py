@@ -17,7 +17,6 @@ from torch.utils.data import Dataset, default_collate
 
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.tasks import Cifar10Args, DigitsArgs, FashionMnistArgs, ImageFolderArgs
-from train_fn.data.image_folder import load_image_folder
 from train_fn.data.image_sets import (
     load_cifar10,
     load_digits,
@@ -25,6 +24,7 @@ from train_fn.data.image_sets import (
     read_idx,
     stratified_holdout,
 )
+from train_fn.data.images import load_image_folder
 from train_fn.errors import DataMissing
 from train_fn.samples.loader import KeyedDataset, Loader, num_loader_workers
 from train_fn.samples.sampler import MicroBatch

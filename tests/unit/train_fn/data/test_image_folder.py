@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from everstep.spec.tasks import ImageClassificationSpec, ImageFolderArgs
-from train_fn.data.image_folder import index_images, load_image_folder
+from train_fn.data.images import index_images, load_image_folder
 from train_fn.errors import DataMissing
 from train_fn.tasks.builtin import ImageClassification
 

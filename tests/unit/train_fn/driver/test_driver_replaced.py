@@ -17,9 +17,9 @@ from storage.filesystem import Storage, open_storage
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir, record_restored, save
-from train_fn.driver import watch as watch_module
+from train_fn.driver import fit_loop as watch_module
+from train_fn.driver.fit_loop import EXIT_REPLACED, ControlWatch
 from train_fn.driver.supervision import Driver
-from train_fn.driver.watch import EXIT_REPLACED, ControlWatch
 from train_fn.errors import Replaced
 from train_fn.recovery.outcome import Stopping
 from train_fn.recovery.settings import RecoverySettings

@@ -20,8 +20,7 @@ from tests.support.one_rank import journal_of, one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
-from train_fn.loop import attempt as boundary
-from train_fn.loop import build
+from train_fn.loop import build, epoch_end
 from train_fn.loop.attempt import train
 from train_fn.loop.replica import Replica
 from train_fn.recovery.evidence import StepFailed
@@ -130,7 +129,7 @@ def run(
 ) -> int:
     """Train to the end, over as many attempts as it takes; how many."""
     by_step = {EPOCH * number: score for number, score in enumerate(scores, start=1)}
-    monkeypatch.setattr(boundary, "evaluate", Evaluations(by_step, broken or set()))
+    monkeypatch.setattr(epoch_end, "evaluate", Evaluations(by_step, broken or set()))
     for attempt in range(1, 9):
         try:
             assert train(one_rank(SPEC, run_dir, attempt=attempt)) is None
@@ -162,10 +161,10 @@ def test_a_checkpoint_between_two_evaluations_has_the_metrics_of_neither(
 def test_the_periodic_save_behind_the_best_is_not_the_best(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def after_the_first_epoch(ctx: WorkerContext, replica: Replica) -> bool:
-        return replica.state.step == EPOCH and replica.state.evaluated_step == 0
+    def after_the_first_epoch(ctx: WorkerContext, parts: build.Parts) -> bool:
+        return parts.state.step == EPOCH and parts.state.evaluated_step == 0
 
-    monkeypatch.setattr(boundary, "evaluation_is_due", after_the_first_epoch)
+    monkeypatch.setattr(epoch_end, "evaluation_is_due", after_the_first_epoch)
     assert run(run_dir, monkeypatch, [0.9]) == 1
     assert kept(run_dir) == {9: {"val_score": 0.9}, 36: {}} and best_step(run_dir) == 9
 
@@ -178,7 +177,7 @@ def test_without_a_name_the_best_is_the_one_with_the_smallest_validation_loss(
     spec = SPEC.model_copy(update={"checkpoint": unnamed})
     losses = {9: 0.5, 18: 0.2, 27: 0.4, 36: 0.3}
     monkeypatch.setattr(
-        boundary, "evaluate", lambda _, replica: {"val_loss": losses[replica.state.step]}
+        epoch_end, "evaluate", lambda _, replica: {"val_loss": losses[replica.state.step]}
     )
     assert train(one_rank(spec, run_dir, attempt=1)) is None
     assert [manifest.step for manifest in CheckpointStore(run_dir).list()] == kept_steps
@@ -197,7 +196,7 @@ def test_a_restore_reports_the_best_evaluation_of_its_state(
 ) -> None:
     """Of the evaluations 0.5 at step 9 and 0.9 at step 18, before the one that breaks off."""
     scores = {9: 0.5, 18: 0.9, 27: 0.3, 36: 0.2}
-    monkeypatch.setattr(boundary, "evaluate", Evaluations(scores, {27}))
+    monkeypatch.setattr(epoch_end, "evaluate", Evaluations(scores, {27}))
     first, second = (one_rank(SPEC, run_dir, attempt=attempt) for attempt in (1, 2))
     with pytest.raises(StepFailed):
         train(first)
@@ -240,7 +239,7 @@ def test_a_run_that_is_begun_anew_goes_on_from_nothing_that_one_of_its_name_has_
 ) -> None:
     """Its directory is gone; what an attempt left in its node's memory is not."""
     monkeypatch.setattr(
-        boundary, "evaluate", Evaluations(dict.fromkeys((9, 18, 27, 36), 0.5), set())
+        epoch_end, "evaluate", Evaluations(dict.fromkeys((9, 18, 27, 36), 0.5), set())
     )
     saves.break_at = {20}
     with pytest.raises(StepFailed):

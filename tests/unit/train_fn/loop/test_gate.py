@@ -117,7 +117,8 @@ def test_a_step_that_is_not_whole_is_not_taken(
             attempt.train_openly(ctx, progress)
         replica = progress.replica
         assert replica is not None
-        weights = [parameter.detach().clone() for parameter in replica.parameters]
+        parameters = replica.parts.trained.parameters
+        weights = [parameter.detach().clone() for parameter in parameters]
         failed = leave(ctx, progress, raised.value)
     assert isinstance(failed, StepFailed) and failed.error.snapshot_step == 3
     error = describe_error(failed, 0)
@@ -127,6 +128,6 @@ def test_a_step_that_is_not_whole_is_not_taken(
     assert error.message.startswith("step 4 is not whole and was not taken: ")
     assert all(
         torch.equal(parameter, weight)
-        for parameter, weight in zip(replica.parameters, weights, strict=True)
+        for parameter, weight in zip(parameters, weights, strict=True)
     )
     assert replica.state.step == 3

@@ -16,7 +16,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.storage_places import save
-from train_fn.ray_train.worker_actor import CheckpointReports
+from train_fn.ray_train.ray_checkpoints import CheckpointReports
 
 
 class SlowRay:

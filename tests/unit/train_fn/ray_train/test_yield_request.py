@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from train_fn.ray_train import controller
-from train_fn.ray_train.controller import YieldRequest
+from train_fn.ray_train.group import newcomers as newcomers_module
+from train_fn.ray_train.group.newcomers import YieldRequest
 from train_fn.recovery.settings import RecoverySettings
 
 
@@ -57,7 +57,7 @@ class Turns:
             newcomers,
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: 1000.0 + self.now)
-        monkeypatch.setattr(controller, "time", clock)
+        monkeypatch.setattr(newcomers_module, "time", clock)
 
     def turn(self, now: float) -> None:
         self.now = now

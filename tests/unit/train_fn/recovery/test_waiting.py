@@ -16,8 +16,8 @@ from storage.run_control import StackOrder
 from tests.support.one_rank import Journal
 from train_fn.ray_train.group import patience
 from train_fn.ray_train.group.patience import StackReports
+from train_fn.recovery.error_text import bounded, does, in_words
 from train_fn.recovery.hang import TRAINING_THREAD
-from train_fn.recovery.waiting import bounded, does, in_words
 
 CODE = f"/tmp/everstep/cache/code/{'0' * 64}/train.py"
 REPORT = f'''Thread MainThread

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from train_fn.rehearsal.comparison import Record, read_record
-from train_fn.rehearsal.recorder import Orders, OwnValues, Recorder
+from train_fn.rehearsal.recorder import Orders, Recorder
+from train_fn.rehearsal.values import OwnValues
 
 
 class Source:

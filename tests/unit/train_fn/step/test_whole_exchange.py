@@ -11,7 +11,7 @@ from torch import nn
 
 from train_fn.checks.trained import TrainedParameters
 from train_fn.errors import BadTask, StepNotWhole
-from train_fn.loop.replica import wrap
+from train_fn.loop.passes import wrap
 from train_fn.step.peers import end_process_group, fill_gradients, finish_exchange
 
 pytestmark = pytest.mark.own_process

@@ -159,7 +159,7 @@ def test_passes_are_seeded_where_they_may_draw(
     does at a later step."""
     seeded: list[int] = []
     monkeypatch.setattr(
-        "train_fn.loop.replica.seed_micro_batch",
+        "train_fn.loop.passes.seed_micro_batch",
         lambda seed, step, *rest, torch_alone: seeded.append(step),
     )
     if dropout is None:
