@@ -228,6 +228,12 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(checkpoint={"max_failed_saves": 0}), "checkpoint.max_failed_saves", "greater"),
         (spec(checkpoint={"mtbf_s": 60.0}), "checkpoint.mtbf_s", "is gone"),
         (
+            {"name": "a", "code": SCRIPT, "recovery": {"stragglers": "move"}},
+            "recovery",
+            "needs a task",
+        ),
+        (spec(recovery={"stragglers": "kill"}), "recovery.stragglers", "'report' or 'move'"),
+        (
             spec(recovery={"rehearse": "require"}),
             "recovery.rehearse",
             "before `everstep submit`",
