@@ -38,7 +38,7 @@ restart would change in your code is not guessed: [rehearse](rehearse.md) one.
 """
 ERRORS = ("BadTask", "DataChanged")
 OF_FILES = {
-    "train_fn/checkpoints/torch_file.py": (Moment.BUILT, "none"),
+    "train_fn/checkpoints/safetensors_file.py": (Moment.BUILT, "none"),
     "train_fn/checks/fits.py": (Moment.BUILT, "none"),
     "train_fn/checks/returns.py": (Moment.BUILT, "none"),
     "train_fn/elastic/exchange.py": (Moment.LOSS, "none"),

@@ -86,6 +86,9 @@ class RunFigures:
         self.stragglers = counter(
             "everstep_stragglers", "Ranks that began to hold their peers up.", "project"
         )
+        self.moves = counter(
+            "everstep_straggler_moves", "Moves away from a node with a slow rank.", "project"
+        )
         self.event_lag_s = seconds(
             "everstep_event_lag_seconds",
             "Seconds from an event on the cluster to its place in the database.",
@@ -120,7 +123,8 @@ class RunFigures:
         if project in self._projects:
             return
         self._projects.add(project)
-        for counter in (self.steps_lost, self.steps, self.checkpoint_bytes, self.stragglers):
+        of_steps = (self.steps_lost, self.steps)
+        for counter in (*of_steps, self.checkpoint_bytes, self.stragglers, self.moves):
             counter.labels(project)
         for histogram in (self.queue_s, self.detection_s, self.stall_s, self.write_s):
             histogram.labels(project)
@@ -151,6 +155,8 @@ class RunFigures:
                 self.checkpoints.labels(project, "failed").inc()
             case EventKind.STRAGGLER if data.get("slow"):
                 self.stragglers.labels(project).inc()
+            case EventKind.STRAGGLER_MOVED if data.get("stays") is None:
+                self.moves.labels(project).inc()
             case EventKind.FINISHED:
                 self._last_verdict.pop(run.id, None)
 

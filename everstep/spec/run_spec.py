@@ -194,6 +194,19 @@ class RunSpec(Frozen):
             )
         return value
 
+    @field_validator("recovery")
+    @classmethod
+    def _loop_tells_times(cls, value: RecoverySpec, info: ValidationInfo) -> RecoverySpec:
+        """Refuse to move slow ranks of a loop of the user's own, which tells no times of ranks."""
+        code: CodeSpec | None = info.data.get("code")
+        if value.stragglers == "move" and code is not None and code.task is None:
+            raise PydanticCustomError(
+                "moves_without_task",
+                "stragglers: move needs a task: a loop of your own does not tell which of its "
+                "ranks is slow; leave recovery.stragglers at report",
+            )
+        return value
+
     @field_validator("replay")
     @classmethod
     def _loop_records_steps(

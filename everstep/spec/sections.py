@@ -363,6 +363,9 @@ class RecoverySpec(Frozen):
     in_process: bool = True
     """Accepted in specs of earlier versions, and without effect: every attempt's ranks are forked
     from a process that has built the task and never trained."""
+    stragglers: Literal["report", "move"] = "report"
+    """What is done about a rank that takes 1.5 times as long as its peers for a minute. ``move``
+    hands its node's ranks over to other nodes, if all fit there."""
     deadline_s: Seconds | None = None
     """Seconds from creation until the run fails with ``deadline_exceeded``; null sets no
     deadline."""

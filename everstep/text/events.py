@@ -111,6 +111,13 @@ def _line(item: Event) -> str | None:
                 f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} is as fast as "
                 "the others again"
             )
+        case EventKind.STRAGGLER_MOVED:
+            node = f"node {str(data.get('node_id'))[:8]}"
+            if data.get("stays") is None:
+                return f"the ranks on {node} move: rank {data.get('rank')} is slow there"
+            if data["stays"]:
+                return f"no rank is slow since the ranks have left {node}"
+            return f"leaving {node} has not helped: a rank is slow on another node"
         case EventKind.EVIDENCE:
             found = data.get("oom_line") or "its node counted out-of-memory kills"
             return f"the OOM killer ended rank {data.get('rank')}: {found}"

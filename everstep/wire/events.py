@@ -86,6 +86,10 @@ class EventKind(StrEnum):
     STRAGGLER = "straggler"
     """A rank has slowed its peers down for a while, or no longer does. data: rank, node_id, step,
     slow, own_s, peers_s, skew."""
+    STRAGGLER_MOVED = "straggler_moved"
+    """The ranks of a slow rank's node leave it, and later whether that helped. data: rank, node_id
+    (the one that is left), skew, stays (whether the slowness stayed with the node; null at the
+    move)."""
     GPU_USE = "gpu_use"
     """A rank's recent GPU use. data: rank, node_id, name, busy (0 to 1: share of the time in which
     kernels ran) | null, used_bytes, total_bytes (of the whole GPU), allocated_bytes (peak of the

@@ -145,6 +145,7 @@ GROUPS: Final[Mapping[str, frozenset[EventKind]]] = {
             EventKind.FELL_BACK,
             EventKind.RECOVERED,
             EventKind.STRAGGLER,
+            EventKind.STRAGGLER_MOVED,
             EventKind.SNAPSHOTS,
             EventKind.NUMERICS_CHANGED,
             EventKind.CHECKPOINT_FAILED,

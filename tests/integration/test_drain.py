@@ -3,12 +3,16 @@ cluster."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,6 +44,38 @@ def nodes_of(run: RunHandle) -> list[str]:
         worker.node_id
         for worker in sorted(run.attempts()[-1].workers, key=lambda worker: worker.rank)
     ]
+
+
+def hold_up(process: psutil.Process) -> None:
+    """Stop a process in each of its steps, until it has gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while True:
+            process.suspend()
+            time.sleep(0.05)
+            process.resume()
+            time.sleep(0.005)
+
+
+@pytest.mark.chaos
+def test_the_ranks_of_a_slow_node_move_and_lose_no_step(client: Client) -> None:
+    slow_task = digits("slow", epochs=4000) | {"recovery": {"stragglers": "move"}}
+    run = client.runs.create(slow_task)
+    wait_for_step(run, 25)
+    slow = next(worker for worker in run.attempts()[-1].workers if worker.rank == 1)
+    threading.Thread(target=hold_up, args=(psutil.Process(slow.pid),), daemon=True).start()
+
+    def moves() -> list[Any]:
+        return [each.data for each in run.events() if each.kind == "straggler_moved"]
+
+    wait_for(lambda: len(moves()) == 2, 400, "the move, and what it has shown", every_s=1.0)
+    assert [(each["node_id"], each["stays"]) for each in moves()] == [
+        (slow.node_id, None),
+        (slow.node_id, True),
+    ]
+    assert slow.node_id not in nodes_of(run) and len(nodes_of(run)) == 2
+    assert (run.refresh().steps_lost, run.failures()) == (0, [])
+    run.cancel()
+    run.wait(timeout_s=60)
 
 
 @pytest.mark.chaos

@@ -27,7 +27,7 @@ from storage.errors import CheckpointExists, CorruptCheckpoint, StorageError, St
 from storage.run_control import Distrust, struck_by
 from storage.run_dir import RunDir
 from train_fn.checkpoints.save_slot import Save
-from train_fn.checkpoints.torch_file import save, write_safetensors
+from train_fn.checkpoints.safetensors_file import write_safetensors
 from train_fn.context import WorkerContext
 from train_fn.errors import FOUND_WITHIN, Replaced
 from train_fn.state.pieces import Piece
@@ -200,13 +200,13 @@ def files_of(
     """
     if state.get("shards") is not None:
         contents = piece_contents(state, with_common=with_common)
-        return {name: partial(save, content) for name, content in contents.items()}
+        return {name: partial(torch.save, content) for name, content in contents.items()}
     rest = dict(state)
     model, ema = rest.pop("model"), rest.pop("ema")
     weights = {MODEL_FILE: model} if ema is None else {MODEL_FILE: model, EMA_FILE: model | ema}
-    files: dict[str, Callable[[Any], None]] = {STATE_FILE: partial(save, rest)}
+    files: dict[str, Callable[[Any], None]] = {STATE_FILE: partial(torch.save, rest)}
     for name, content in weights.items():
-        files[name] = partial(save, content)
+        files[name] = partial(torch.save, content)
         if safetensors:
             files[name.removesuffix(".pt") + ".safetensors"] = partial(write_safetensors, content)
     return files

@@ -26,7 +26,7 @@ from storage.checkpoints.writer import CheckpointWriter, write_beside
 from storage.errors import StorageError, StorageUnavailable
 from train_fn.checkpoints.commit import STATE_FILE, num_pieces, piece_contents, piece_file
 from train_fn.checkpoints.save_slot import BoundaryCopy
-from train_fn.checkpoints.torch_file import save, write_safetensors
+from train_fn.checkpoints.safetensors_file import write_safetensors
 from train_fn.context import WorkerContext
 from train_fn.state.pieces import AVERAGE, WEIGHT, WHOLE, Piece, cut_anew, whole_shapes
 
@@ -115,7 +115,7 @@ class PieceSaves:
             if copy is None:
                 raise LookupError(f"it keeps no copy of step {step}")
             [(name, content)] = piece_contents(copy.state, with_common=False).items()
-            entry = write_beside(self._ctx.run_dir, directory, name, partial(save, content))
+            entry = write_beside(self._ctx.run_dir, directory, name, partial(torch.save, content))
             saved |= {"size_bytes": entry.size_bytes, "blake3": entry.blake3}
         except Exception as exc:
             logger.warning("the piece of step %d was not saved: %s", step, exc)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from everstep.wire.events import BEGINNINGS
 from train_fn.checkpoints.fork import adopt
-from train_fn.checkpoints.torch_file import require_safetensors
+from train_fn.checkpoints.safetensors_file import require_safetensors
 from train_fn.checks.audit import NOT_WATCHED, BitFlips, StepAudit
 from train_fn.checks.fits import require_best_metric
 from train_fn.checks.ranks import check_data, check_model, check_numerics

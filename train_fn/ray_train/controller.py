@@ -41,6 +41,7 @@ from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.launch import YIELDED, ControllerOutcome, Engine
 from train_fn.recovery.marks import WorkersLimit
 from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.slow_nodes import SlowNodes
 
 _ASK_QUIET_S = 3.0
 """Seconds between two calls to every rank while nothing has moved for as long."""
@@ -71,7 +72,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._settings, job.spec.recovery.hang_timeout_s, self._attempt_log
         )
         self._stacks = StackReports(self._attempt_log, self._settings.stacks_after_s)
-        self._nodes = LiveNodes(self._settings, job.run_dir.storage)
+        self._slow_nodes = SlowNodes(moves=job.spec.recovery.stragglers == "move")
+        self._nodes = LiveNodes(self._settings, job.run_dir.storage, self._slow_nodes)
         self._placement = Placement(job.run_dir.run_id)
         self._sizes = self._new_sizes(train_run_context.scaling_config)
         self.worker_group_cls = GroupFactory(
@@ -118,6 +120,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
                 self._is_under_way,
             ),
             WorkersLimit(job.run_dir, job.workers_limit).value,
+            self._slow_nodes,
         )
 
     def _is_under_way(self) -> bool:
@@ -279,7 +282,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._attempt_log.recovery = None
             if isinstance(self.get_state(), ShuttingDownState):
                 self._attempt_log.ended("stopped" if self._stopped else "finished")
-            elif self._sizes.draining:
+            elif not self._sizes.only_moves:
                 self._failures.note_preemption(self._worker_group, self._yielding.asked_at)
             else:
                 self._attempt_log.ended("resized")

@@ -31,6 +31,7 @@ from train_fn.recovery.links import ExcludedNodes
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import Fit, NodeView, fit_workers, is_worth_growing
+from train_fn.recovery.slow_nodes import SlowNodes
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ _WAITING_REPEAT_S = 60.0
 @dataclass(frozen=True)
 class _Room:
     nodes: tuple[NodeView, ...]
+    held: Mapping[str, int]
     fit: Fit
 
 
@@ -102,6 +104,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         held: Callable[[Collection[str]], Mapping[str, int]],
         growth: GrowthRule,
         limit: Callable[[], int | None] = lambda: None,
+        slow_nodes: SlowNodes | None = None,
     ) -> None:
         """Set up the policy.
 
@@ -111,6 +114,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
                 each. These count as free.
             growth: says when the group may grow again.
             limit: returns the most ranks that the run may use now; None for as many as it asks for.
+            slow_nodes: says when ranks leave a node because one of them is slow; ``read_nodes``
+                calls it draining then.
         """
         super().__init__(scaling_config)
         self._settings = settings
@@ -119,6 +124,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._held = held
         self._growth = growth
         self._limit = limit
+        self._slow_nodes = slow_nodes or SlowNodes(moves=False)
         self._not_before = 0.0
         self._waiting_since: float | None = None
         self._waiting_reported_at = float("-inf")
@@ -151,6 +157,10 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
 
     def _resize_to_what_is_there(self) -> ScalingDecision:
         room = self._room()
+        away = self._slow_nodes.away(time.monotonic())
+        if room is not None and away and room.fit.num_workers < self._most_workers():
+            self._slow_nodes.forgive(away)
+            room = self._room()
         if room is None:
             return NoopDecision()
         if room.fit.missing:
@@ -168,7 +178,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         except Exception as exc:
             logger.warning("the cluster's nodes could not be read: %s", exc)
             return None
-        return _Room(nodes, self._fit(nodes, held))
+        return _Room(nodes, held, self._fit(nodes, held))
 
     def _fit(self, nodes: Sequence[NodeView], held: Mapping[str, int]) -> Fit:
         """Return what fits on these nodes."""
@@ -246,6 +256,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._checked_at = now
         self._growth.look(now)
         room = self._room()
+        if room is not None and self._leaves_slow_node(room, worker_group_state.num_workers, now):
+            room = self._room()
         if room is None:
             return NoopDecision()
         self.draining = self._draining(room.nodes, worker_group_state)
@@ -265,6 +277,30 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         elif now - self._room_since >= self._settings.growth_settle_s:
             self.wanted = room.fit.num_workers
         return NoopDecision()
+
+    def _leaves_slow_node(self, room: _Room, num_ranks: int, now: float) -> bool:
+        """Report a move away from a node with a slow rank, or what became of the last one. Return
+        whether ranks leave a node now."""
+        progress = self._journal.progress
+        if progress is None or progress.attempt != self._journal.attempt:
+            return False
+        known, attempt = progress.speeds, progress.attempt
+
+        def has_room(slow_node: str) -> bool:
+            others = [node for node in room.nodes if node.node_id != slow_node]
+            return self._fit(others, room.held).num_workers >= num_ranks
+
+        judged = self._slow_nodes.judge(known, attempt, now)
+        move = self._slow_nodes.leave(known, attempt, now, has_room)
+        for each in filter(None, (judged, move)):
+            # in the attempt of the slow rank, so that a drill there is known as its cause
+            self._journal.emit(EventKind.STRAGGLER_MOVED, each.facts(), attempt=each.attempt)
+        return move is not None
+
+    @property
+    def only_moves(self) -> bool:
+        """Return whether ranks leave no other nodes than those where one of them is slow."""
+        return self.draining <= self._slow_nodes.away(time.monotonic())
 
     def must_have_left(self, now: float) -> bool:
         """Return whether a node with ranks is removed by ``now``, as Unix time in seconds."""
@@ -398,16 +434,18 @@ class LiveNodes:
     """Read the nodes for one run's controller. Nodes that were excluded get no ranks for a
     while."""
 
-    def __init__(self, settings: RecoverySettings, storage: Storage) -> None:
+    def __init__(self, settings: RecoverySettings, storage: Storage, slow_nodes: SlowNodes) -> None:
         self._settings = settings
+        self._slow_nodes = slow_nodes
         self._read = node_reader(settings.probe_timeout_s, storage)
         self._excluded = ExcludedNodes(settings.apart_s)
         self._last_read: tuple[float, tuple[NodeView, ...]] = (float("-inf"), ())
 
     def read(self) -> tuple[NodeView, ...]:
         """Return the nodes as they are now. Raise Ray's error if the GCS does not answer."""
-        nodes = self._excluded.mark(self._read(), time.monotonic())
-        self._last_read = time.monotonic(), nodes
+        now = time.monotonic()
+        nodes = self._slow_nodes.mark(self._excluded.mark(self._read(), now), now)
+        self._last_read = now, nodes
         return nodes
 
     def recent(self) -> tuple[NodeView, ...]:

@@ -7,12 +7,13 @@ import re
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from everstep.wire.events import EventKind
 from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.slow_nodes import SLOW_RATIO, SlowRank, Speeds
 
 # ---------------------------------------------------------------- collective trace
 
@@ -173,6 +174,7 @@ class AttemptProgress:
     """Steps of the whole run, as a rank has last reported them; None if none has."""
     is_written: bool = True
     """Whether the journal could write what its ranks told last. If not, what they do is unknown."""
+    speeds: Speeds = field(default_factory=Speeds)
 
 
 class ProgressTracker:
@@ -197,6 +199,8 @@ class ProgressTracker:
         self._moved_at: float | None = None
         self._unwritten: set[str] = set()
         """Sources whose last signs of progress could not be written."""
+        self._slow: dict[int, SlowRank] = {}
+        self._num_even = 0
 
     def note_unwritten(self, source: str, events: Iterable[tuple[EventKind, int]]) -> None:
         """Record that events of a source, each a kind and an attempt, could not be written."""
@@ -217,6 +221,7 @@ class ProgressTracker:
                 self._attempt, self._phase, self._num_signs = attempt, Phase.START, 0
                 self._sign_at, self._moved_at = time.monotonic(), at
                 self._unwritten.clear()
+                self._slow, self._num_even = {}, 0
             return
         if attempt != self._attempt:
             return
@@ -225,6 +230,7 @@ class ProgressTracker:
             self._moved_at = max(self._moved_at or moved, moved)
         if kind in _BESIDE_TRAINING:
             return
+        self._note_speeds(kind, data)
         self._num_signs += 1
         self._sign_at = time.monotonic()
         if kind is EventKind.RESTORED and isinstance(data.get("step"), int):
@@ -269,12 +275,22 @@ class ProgressTracker:
             self._step,
             self._reported_total,
             not self._unwritten,
+            Speeds(tuple(self._slow.values()), self._num_even),
         )
 
     def _after_step(self) -> Phase:
         if self._total_steps is not None and self._step >= self._total_steps:
             return Phase.FINISH
         return Phase.STEP if self._has_stepped else Phase.FIRST_STEP
+
+    def _note_speeds(self, kind: EventKind, data: dict[str, Any]) -> None:
+        if kind is EventKind.STRAGGLER and data["slow"]:
+            self._slow[data["rank"]] = SlowRank(data["rank"], data["node_id"], data["skew"])
+        elif kind is EventKind.STRAGGLER:
+            self._slow.pop(data["rank"], None)
+        elif kind is EventKind.RANK_TIMES:
+            is_even = all(each["skew"] < SLOW_RATIO for each in data["ranks"])
+            self._num_even = self._num_even + 1 if is_even else 0
 
     def _note_steps(self, kind: EventKind, data: dict[str, Any]) -> None:
         if kind is EventKind.METRICS:

@@ -34,7 +34,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from train_fn.checkpoints.torch_file import without_checksums
 from train_fn.state.tensor_tree import (
     TensorShape,
     digest,
@@ -194,8 +193,7 @@ def state_digest(state: Mapping[str, Any]) -> str:
 
 
 def _packed(skeleton: Any) -> bytes:
-    with without_checksums():
-        torch.save(skeleton, packed := io.BytesIO())
+    torch.save(skeleton, packed := io.BytesIO())
     return packed.getvalue()
 
 

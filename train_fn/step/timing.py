@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from everstep.wire.events import EventKind
+from train_fn.recovery.slow_nodes import SLOW_RATIO
 
 
 class StepClock:
@@ -93,10 +94,9 @@ WINDOW_STEPS = 20
 PERSISTS = 12
 """Consecutive windows for which a rank must be slow, or no longer slow, before this is reported: a
 minute at least. A rank that is busy for a moment is not a straggler."""
-SLOW_RATIO = 1.5
-"""A straggler takes at least this many times as long as its peers for the same work, …"""
 SLOW_S = 0.003
-"""… and is slower by more than this many seconds in a step."""
+"""A straggler is slower than its peers by more than this many seconds in a step, and by
+``SLOW_RATIO``."""
 REPORT_EVERY_S = 60.0
 """Interval in seconds between reports of every rank's times while nothing changes."""
 _STEPS_KEPT = 256

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from sqlalchemy import delete, select, text, update
 
-from everstep.wire import Failure
+from everstep.wire import ErrorKind, Failure, RunStatus, Verdict
 from everstep.wire.events import UNFIT, EventKind
 from service.db.engine import insert_missing, replace_row
 from service.db.node_marks import NodeMarks
@@ -93,8 +93,9 @@ class NodeMarkStore(NodeMarks):
         return tuple(gone)
 
     def failures_since(self, since: float) -> list[NodeFailure]:
-        """Return failures of all runs with a known first failing rank and node; oldest first. Those
-        that a drill caused are left out."""
+        """Return failures of all runs with a known first failing rank and node, and nodes that live
+        runs have left since a rank was slow there alone; oldest first. Those that a drill caused
+        are left out."""
         drill = events.alias("drill")
         ordered = (
             select(drill.c.seq)
@@ -110,6 +111,7 @@ class NodeMarkStore(NodeMarks):
         query = (
             select(
                 events.c.run_id,
+                events.c.kind,
                 events.c.at,
                 events.c.attempt,
                 events.c.submission,
@@ -118,11 +120,16 @@ class NodeMarkStore(NodeMarks):
                 runs.c.spec["code", "archive"].as_string().label("archive"),
             )
             .join(runs, runs.c.id == events.c.run_id)
-            .where(_FAILURES, events.c.at >= since, ~ordered)
-            .order_by(events.c.at)
+            .where(events.c.at >= since, ~ordered)
         )
+        live = runs.c.status.in_([each.value for each in RunStatus if not each.terminal])
+        moves = (live, events.c.kind == EventKind.STRAGGLER_MOVED.value)
         with self._database.read() as connection:
-            found = connection.execute(query).all()
+            found = [
+                *connection.execute(query.where(_FAILURES)),
+                *connection.execute(query.where(*moves)),
+            ]
+        found.sort(key=lambda row: float(row.at))
         return [each for row in found if (each := _node_failure(row)) is not None]
 
 
@@ -130,6 +137,8 @@ def _node_failure(row: Any) -> NodeFailure | None:
     """Return the failure of an event with its run's owner and archive; None without a node, and for
     data that does not fit: one run's code must not end the care for all nodes."""
     try:
+        if row.kind == EventKind.STRAGGLER_MOVED:
+            return _slow_node(row)
         one = Failure.of(row)
         if not one.node_id or one.first_rank is None:
             return None
@@ -145,6 +154,20 @@ def _node_failure(row: Any) -> NodeFailure | None:
         )
     except UNFIT:
         return None
+
+
+def _slow_node(row: Any) -> NodeFailure | None:
+    """Return what a run has found out about a node with a slow rank; None if the rank is as slow
+    elsewhere, or nobody knows yet."""
+    if row.data["stays"] is not True:
+        return None
+    words = (
+        f"slow: rank {row.data['rank']} took {row.data['skew']:.1f} times as long as its peers "
+        "here, and no rank does since they left"
+    )
+    verdict, kind = Verdict.NODE_LOST.value, ErrorKind.NODE
+    node_id = str(row.data["node_id"])
+    return NodeFailure(row.run_id, node_id, row.at, verdict, words, kind, row.owner, row.archive)
 
 
 # ---------------------------------------------------------------- marks file

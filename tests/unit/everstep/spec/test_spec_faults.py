@@ -201,6 +201,12 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(checkpoint={"every_steps": "automatic"}), "checkpoint.every_steps", "auto"),
         (spec(checkpoint={"mtbf_s": 60.0}), "checkpoint.mtbf_s", "is gone"),
         (
+            {"name": "a", "code": SCRIPT, "recovery": {"stragglers": "move"}},
+            "recovery",
+            "needs a task",
+        ),
+        (spec(recovery={"stragglers": "kill"}), "recovery.stragglers", "'report' or 'move'"),
+        (
             spec(recovery={"rehearse": "require"}),
             "recovery.rehearse",
             "before `everstep submit`",

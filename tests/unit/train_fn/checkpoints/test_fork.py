@@ -368,7 +368,7 @@ def test_safetensors_hold_the_same_weights(storage: Storage) -> None:
 def test_safetensors_of_every_dtype_and_layout() -> None:
     from safetensors.torch import load as load_safetensors
 
-    from train_fn.checkpoints.torch_file import require_safetensors, write_safetensors
+    from train_fn.checkpoints.safetensors_file import require_safetensors, write_safetensors
 
     state = {
         "half": torch.arange(7).to(torch.bfloat16),

@@ -14,6 +14,7 @@ from train_fn.ray_train import scaling
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
+from train_fn.recovery.slow_nodes import SlowNodes
 
 pytest_plugins = ["tests.support.storage_fixtures"]
 
@@ -75,7 +76,7 @@ class Seen:
         monkeypatch.setattr(scaling, "node_reader", lambda timeout_s, storage: self._read)
         monkeypatch.setattr(scaling, "time", SimpleNamespace(monotonic=lambda: self.now))
         settings = RecoverySettings(apart_s=60.0, resize_interval_s=1.0)
-        self.nodes = scaling.LiveNodes(settings, storage)
+        self.nodes = scaling.LiveNodes(settings, storage, SlowNodes(moves=False))
 
     def _read(self) -> tuple[NodeView, ...]:
         self.num_reads += 1

@@ -15,8 +15,10 @@ from ray.train import ScalingConfig
 from everstep.wire.events import EventKind
 from train_fn.ray_train.ray_internals import NoopDecision, ResizeDecision
 from train_fn.ray_train.scaling import GrowthRule, LiveScalingPolicy
+from train_fn.recovery.hang import AttemptProgress
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
+from train_fn.recovery.slow_nodes import SlowNodes, SlowRank, Speeds
 
 SETTINGS = RecoverySettings(resize_interval_s=0.0, growth_settle_s=0.0, growth_cooldown_s=0.0)
 TRAINING, LEFT = SimpleNamespace(finished=False), SimpleNamespace(finished=True)
@@ -27,8 +29,9 @@ class Journal:
 
     def __init__(self) -> None:
         self.events: list[tuple[EventKind, dict[str, Any]]] = []
+        self.attempt, self.progress = 1, AttemptProgress(attempt=1)
 
-    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+    def emit(self, kind: EventKind, data: dict[str, Any], attempt: int | None = None) -> None:
         self.events.append((kind, data))
 
 
@@ -71,10 +74,13 @@ def policy_on(
     journal: Journal,
     limit: Callable[[], int | None] = lambda: None,
     growth: GrowthRule | None = None,
+    slow_nodes: SlowNodes | None = None,
 ) -> LiveScalingPolicy:
     config = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1})
     growth = growth or GrowthRule("auto", lambda: 3600.0, lambda: True)
-    return LiveScalingPolicy(config, SETTINGS, journal, cluster.look, cluster.held, growth, limit)  # type: ignore[arg-type]
+    return LiveScalingPolicy(  # type: ignore[arg-type]
+        config, SETTINGS, journal, cluster.look, cluster.held, growth, limit, slow_nodes
+    )
 
 
 @pytest.fixture
@@ -269,3 +275,34 @@ def test_a_group_stays_as_it_is_until_its_rule_allows_more_ranks(journal: Journa
     cluster.mark("a", draining=True)
     policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
     assert policy.wanted == 3, "who must leave anyway comes back as many as there is room for"
+
+
+def test_ranks_leave_the_node_of_a_slow_one_for_an_hour_if_all_fit_elsewhere(
+    journal: Journal,
+) -> None:
+    cluster, slow_nodes = Cluster.of("abc", ranks="ab"), SlowNodes(moves=True)
+    look = cluster.look
+    cluster.look = lambda: slow_nodes.mark(look(), time.monotonic())  # type: ignore[method-assign]
+    policy = policy_on(cluster, (1, 2), journal, slow_nodes=slow_nodes)
+    slow = Speeds((SlowRank(1, "b", 2.0),))
+    journal.progress = AttemptProgress(attempt=1, speeds=slow)
+    cluster.mark("c", available={"CPU": 0.0})
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert (policy.wanted, journal.events) == (None, []), "there is no room"
+    cluster.mark("c", available={"CPU": 1.0})
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert (policy.wanted, policy.draining, policy.only_moves) == (2, {"b"}, True)
+    facts = {"rank": 1, "node_id": "b", "skew": 2.0, "stays": None}
+    assert journal.events == [(EventKind.STRAGGLER_MOVED, facts)]
+    assert policy.make_decision_for_running_worker_group(cluster.group, LEFT).num_workers == 2
+    cluster.ranks = ("a", "c")
+    journal.attempt, journal.progress = 2, AttemptProgress(attempt=2, speeds=Speeds((), 2))
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted is None
+    assert journal.events[1:] == [(EventKind.STRAGGLER_MOVED, {**facts, "stays": True})]
+    cluster.nodes.pop("c")
+    cluster.mark("b", available={"CPU": 1.0})
+    cluster.ranks = ("a",)
+    assert policy.make_decision_for_non_running_worker_group().num_workers == 2, (
+        "a slow node is better than none"
+    )

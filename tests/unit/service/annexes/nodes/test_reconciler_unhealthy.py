@@ -297,6 +297,22 @@ async def test_a_node_that_fails_too_often_is_cordoned_with_its_evidence(
     assert set(read_node_marks(here.storage)) == {"n2"}
 
 
+async def test_a_node_that_slowed_a_rank_down_is_cordoned_once_no_rank_is_slow_elsewhere(
+    here: World, care: NodeCare
+) -> None:
+    for stays in (None, False, True):
+        assert here.marks.all() == {}
+        run = here.create()
+        here.runs.claim_submission(run.id, 0)
+        data = {"rank": 1, "node_id": "n2", "skew": 2.04, "stays": stays}
+        here.write(run.id, 1, (EventKind.STRAGGLER_MOVED, data))
+        await asyncio.to_thread(JournalTail(here.storage, here.events).drain, here.get(run.id))
+        await care.check()
+    word = here.marks.all()["n2"]
+    assert word.state == "cordoned" and word.reason is not None
+    assert "slow: rank 1 took 2.0 times as long as its peers here" in word.reason
+
+
 async def test_a_node_is_not_cordoned_for_drills(here: World, care: NodeCare) -> None:
     await fail(here, "n2", 9, by_drill=True)
     assert here.marks.failures_since(0.0) == []
