@@ -194,30 +194,23 @@ class RunSpec(Frozen):
             )
         return value
 
-    @field_validator("recovery")
+    @field_validator("replay", "recovery")
     @classmethod
-    def _loop_tells_times(cls, value: RecoverySpec, info: ValidationInfo) -> RecoverySpec:
-        """Refuse to move slow ranks of a loop of the user's own, which tells no times of ranks."""
+    def _loop_tells_of_its_steps(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what a loop of the user's own does not tell enough of its steps for."""
         code: CodeSpec | None = info.data.get("code")
-        if value.stragglers == "move" and code is not None and code.task is None:
-            raise PydanticCustomError(
-                "moves_without_task",
-                "stragglers: move needs a task: a loop of your own does not tell which of its "
-                "ranks is slow; leave recovery.stragglers at report",
-            )
-        return value
-
-    @field_validator("replay")
-    @classmethod
-    def _loop_records_steps(
-        cls, value: ReplaySpec | None, info: ValidationInfo
-    ) -> ReplaySpec | None:
-        """Refuse to replay a loop of the user's own, which records no digests of its steps."""
-        code: CodeSpec | None = info.data.get("code")
-        if value is not None and code is not None and code.task is None:
+        if code is None or code.task is not None or value is None:
+            return value
+        if isinstance(value, ReplaySpec):
             raise PydanticCustomError(
                 "replay_without_task",
                 "needs a task: a loop of your own records no digests of its steps to compare",
+            )
+        if value.stragglers == "move":
+            raise PydanticCustomError(
+                "move_without_task",
+                "stragglers: move needs a task: a loop of your own does not tell which of its "
+                "ranks is slow; leave recovery.stragglers at report",
             )
         return value
 

@@ -43,7 +43,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Move:
+class NodeMove:
     """A move away from a node. ``attempt`` is the one in which the rank was slow."""
 
     slow: SlowRank
@@ -68,11 +68,11 @@ class SlowNodes:
         self._moves = moves
         self._until: dict[str, float] = {}
         self._rests_until = float("-inf")
-        self._open: Move | None = None
+        self._open: NodeMove | None = None
 
     def leave(
         self, speeds: Speeds, attempt: int, now: float, has_room: Callable[[str], bool]
-    ) -> Move | None:
+    ) -> NodeMove | None:
         """Return the move to make now, and count it as made; None if no rank is slow, or none may
         move.
 
@@ -87,11 +87,11 @@ class SlowNodes:
         for slow in sorted(speeds.slow, key=lambda each: -each.skew):
             if self._until.get(slow.node_id, now) <= now and has_room(slow.node_id):
                 self._until[slow.node_id] = now + AWAY_S
-                self._open = Move(slow, attempt)
+                self._open = NodeMove(slow, attempt)
                 return self._open
         return None
 
-    def judge(self, speeds: Speeds, attempt: int, now: float) -> Move | None:
+    def judge(self, speeds: Speeds, attempt: int, now: float) -> NodeMove | None:
         """Return the last move with what a later attempt shows about it, once; None as long as
         that shows nothing."""
         move = self._open
