@@ -22,6 +22,7 @@ from tests.integration.test_exactness import (
     merged_losses,
 )
 from tests.integration.test_exactness_precision import TRAINEES
+from tests.support.storage_places import save
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.snapshots.store import Label, SnapshotStore, node_snapshots
 
@@ -156,6 +157,16 @@ def test_what_is_published_is_the_state_of_its_step_and_the_run_goes_on_from_it(
     assert not (shared_memory_root() / broken.run_id).exists()
 
 
+def test_a_newer_checkpoint_beats_an_older_snapshot(tmp_path: Path) -> None:
+    run_dir, spec = make_run_dir(tmp_path), make_spec()
+    once = f"{TRAINEES}:publishing_once"
+    kill_alone(Job(run_dir, spec, 1, killed=(0, 14), killed_after=10, setup=once), tmp_path)
+    assert [label.step for label in published(run_dir)[1]] == [1]
+    resumed = train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path)
+    restored = restored_in(resumed)
+    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
+
+
 def test_a_spoilt_snapshot_is_told_of_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec(eval_every_epochs=2)
     kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
@@ -168,6 +179,21 @@ def test_a_spoilt_snapshot_is_told_of_and_the_one_before_it_is_taken(tmp_path: P
     restored = restored_in(resumed)
     assert (restored["source"], restored["step"]) == ("snapshot", labels[-2].step)
     assert f"step {labels[-1].step} " in restored["rejected"][0]["name"]
+
+
+def test_a_newer_checkpoint_that_is_spoilt_does_not_send_the_run_back_past_its_snapshot(
+    tmp_path: Path,
+) -> None:
+    run_dir, spec = make_run_dir(tmp_path), make_spec(eval_every_epochs=2)
+    kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
+    store, [*_, newest] = published(run_dir)
+    spoilt = save(run_dir, 20).name
+    (Path(CheckpointStore(run_dir).path(spoilt)) / "model.pt").write_bytes(b"spoilt")
+    restored = restored_in(train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path))
+    assert newest.step > 10, "the checkpoint of step 10 is sound"
+    assert (restored["source"], restored["step"]) == ("snapshot", newest.step)
+    assert [entry["name"] for entry in restored["rejected"]] == [spoilt]
+    assert not store.directory.exists()
 
 
 def test_a_run_that_the_node_cannot_keep_says_so_and_trains(tmp_path: Path) -> None:

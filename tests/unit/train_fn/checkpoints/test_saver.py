@@ -31,7 +31,7 @@ from tests.support.saves import (
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints import saver as saver_module
 from train_fn.checkpoints.commit import load_checkpoint
-from train_fn.checkpoints.save_slot import BoundaryCopies, Save
+from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy, Save, SaveSlot
 from train_fn.checkpoints.saver import Saver
 from train_fn.samples.ledger import Count
 from train_fn.state.optim import unpacked
@@ -76,6 +76,13 @@ def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(
         50,
     ]
     saver.close()
+
+
+def test_a_best_state_that_waits_makes_room_for_another_best_one_alone() -> None:
+    slot = SaveSlot(threading.RLock(), lambda copy: None)
+    slot.put(Save(BoundaryCopy(1, 0, {}, 0.0), is_best=True, best=None, retry_until=0.0))
+    assert not slot.make_room(for_best=False) and slot.waiting is not None
+    assert slot.make_room(for_best=True) and slot.waiting is None
 
 
 def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_before(
