@@ -15,8 +15,8 @@ from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.loop.build import build_once
 from train_fn.loop.commit import commit, require_whole
-from train_fn.loop.departure import Rescue, leave
 from train_fn.loop.evaluate import evaluation_is_due, renew_best
+from train_fn.loop.leave import Rescue, leave
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.samples.ledger import Count, difference

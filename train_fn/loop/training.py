@@ -38,7 +38,7 @@ from train_fn.tasks.protocol import where
 
 
 class Rescuer(Protocol):
-    """Keeps the state where the training thread cannot (``departure.Rescue``)."""
+    """Keeps the state where the training thread cannot (``leave.Rescue``)."""
 
     def prepare(self) -> None: ...
     def step_committed(self) -> None: ...

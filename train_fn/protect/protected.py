@@ -187,8 +187,8 @@ class Protected:
         session.begin(training_facts(session, state, self._total_steps))
         seeds, draws = zip(*training.peers.gather(own), strict=True)
         self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1
-        if training.shadows is not None:
-            training.shadows.take()
+        if training.copies is not None:
+            training.copies.take()
         session.keeper.begin()
         ctx.report_state_bytes(size_bytes(state.state_dict()))
         self._hooks = [
@@ -359,7 +359,7 @@ class Protected:
         if training.session.keeper.has_gate:
             self._end_commit(training)  # what is about to change must be kept by now
         training.commits.read()
-        if training.shadows is None:
+        if training.copies is None:
             training.buffers.share()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -396,7 +396,7 @@ class Protected:
         training.checks.at(Moment.LOSS)
         if not self._is_settled:
             self._settle(training)
-        if training.shadows is not None:
+        if training.copies is not None:
             # Not before: a graph that waits for another optimizer's step may hold them.
             training.buffers.share()
         self._held = Held(training.session.saver.is_due(), commits.stop)
@@ -405,8 +405,8 @@ class Protected:
             state.note_batch(self.rank, self.world_size)
             training.boundary.commit()
             state.note_parts()
-            if training.shadows is not None:
-                training.shadows.take()
+            if training.copies is not None:
+                training.copies.take()
         self._is_settled, self._share = False, None
         waited_s, self._waited_s = self._waited_s, None
         commits.start(share, values, waited_s, saves=self._held.due)
@@ -443,8 +443,8 @@ class Protected:
         seconds = round(reporter.seconds_of_epoch(), 3)
         facts = {**self._state.close_epoch(), "seconds": seconds, "rests": False}
         reporter.emit(EventKind.EPOCH_COMPLETED, facts)
-        if training.shadows is not None:
-            training.shadows.renew()
+        if training.copies is not None:
+            training.copies.renew()
 
     # -- the end
 

@@ -204,7 +204,7 @@ class Session:
 
     def save(self, *, is_due: bool, is_best: bool) -> None:
         """Save the state if that is due, or it is the best so far. All ranks say the same."""
-        self.saver.offer(due=is_due, is_best=is_best)
+        self.saver.save_if_due(due=is_due, is_best=is_best)
         if is_due or is_best:
             self.keeper.save()
 

@@ -65,7 +65,7 @@ class RunState(ABC):
         self.best: BestSoFar | None = None
         self.parent: str | None = None
         """Newest committed checkpoint that this rank knows this state to descend from."""
-        self.tail = EventTail()
+        self.recent = RecentEvents()
         self.piece: Piece | None = None
         """The piece that this rank holds of a state that is sharded; None for a state that every
         rank holds whole."""
@@ -116,7 +116,7 @@ class RunState(ABC):
             "metrics": dict(self.metrics),
             "best": asdict(self.best) if self.best else None,
             "parent": self.parent,
-            "tail": self.tail.dump(),
+            "tail": self.recent.dump(),
         }
 
     def load_counters(self, state: Mapping[str, Any]) -> None:
@@ -126,10 +126,12 @@ class RunState(ABC):
         self.ledger.load_state_dict(state["ledger"])
         self.metrics = dict(state["metrics"])
         self.best = BestSoFar(**state["best"]) if state["best"] else None
-        self.tail = EventTail(state["tail"] if state["version"] == 1 else json.loads(state["tail"]))
+        self.recent = RecentEvents(
+            state["tail"] if state["version"] == 1 else json.loads(state["tail"])
+        )
 
 
-# ---------------------------------------------------------------- event tail
+# ---------------------------------------------------------------- recent events
 
 # The last events that a rank reported. They are part of its training state, since the rank that
 # sends them to the journal may die before it has done so.
@@ -147,7 +149,7 @@ MOST_OTHERS = 1024
 _METRICS_KIND = EventKind.METRICS.value
 
 
-class EventTail:
+class RecentEvents:
     """Keep a rank's last events.
 
     An entry is ``{"kind": …, "at": Unix time in seconds, "data": …}`` and can be written as JSON.
@@ -197,13 +199,13 @@ class EventTail:
         return json.dumps([*self.points, *self.others])
 
 
-# ---------------------------------------------------------------- shadows
+# ---------------------------------------------------------------- copies
 
-# Shadows: copies of a whole state, for loops that change it in several parts with collectives in
+# Copies of a whole state, for loops that change it in several parts with collectives in
 # between.
 
 
-class Shadows:
+class StateCopies:
     """Hold the state of the newest commit.
 
     Args:

@@ -204,7 +204,7 @@ def test_a_rank_lets_its_peers_go_before_it_leaves_its_state(
     rank.leave()
     order = "let go, peers, close, keep" if frees else "let go, close, keep, peers"
     assert rank.did == order.split(", ")
-    rank.session.saver.offer(due=True, is_best=True)
+    rank.session.saver.save_if_due(due=True, is_best=True)
     assert rank.session.saver.wait_idle(0.0), "nothing is saved any more"
 
 

@@ -183,7 +183,7 @@ def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
     saver, publisher = Saver(ctx, state, copies), make_publisher(ctx, state, copies)
     for step in range(1, 30):
         advance(state, step)
-        saver.offer(due=True, is_best=False)
+        saver.save_if_due(due=True, is_best=False)
         publisher.after_step()
     publisher.close()
     saver.save_now()

@@ -144,16 +144,16 @@ def test_events_travel_with_the_state(older: bool) -> None:
         for step in range(70)
     ]
     other = {"kind": "epoch_completed", "at": 1.15, "data": {"epoch": 0}}
-    state.tail.others.append(other)
+    state.recent.others.append(other)
     for entry in entries:
-        state.tail.add_point(entry, lambda: inf)
+        state.recent.add_point(entry, lambda: inf)
     loaded = through_a_file(copy_to_cpu(state.state_dict()))
     resumed.load_state_dict(
         loaded | {"version": 1, "tail": [other, *entries[-64:]]} if older else loaded
     )
-    assert list(resumed.tail) == [other, *entries[-64:]], "many steps push out no end of an epoch"
-    resumed.tail.add_point({**entries[-1], "data": {"step": 70, "values": {}}}, lambda: inf)
-    assert len(resumed.tail.points) == 64 and resumed.tail.points[-1]["data"]["step"] == 70
+    assert list(resumed.recent) == [other, *entries[-64:]], "many steps push out no end of an epoch"
+    resumed.recent.add_point({**entries[-1], "data": {"step": 70, "values": {}}}, lambda: inf)
+    assert len(resumed.recent.points) == 64 and resumed.recent.points[-1]["data"]["step"] == 70
 
 
 def test_a_state_of_another_version_is_refused() -> None:
