@@ -38,8 +38,9 @@ from train_fn.errors import BadTask, StepNotWhole
 from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection
 from train_fn.protect.arguments import Torn
+from train_fn.protect.boundary import Boundary
 from train_fn.protect.changes import SharedBuffers
-from train_fn.protect.commits import Agreement, Boundary, Commits, Updates
+from train_fn.protect.commits import Agreement, Commits, Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.recovery.settings import why_torch_ends_it

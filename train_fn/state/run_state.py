@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from everstep.wire.events import EventKind
-from train_fn.samples.ledger import Ledger
+from train_fn.samples.ledger import Count, Ledger
 from train_fn.state.pieces import Piece
 from train_fn.state.tensor_tree import (
     TensorShape,
@@ -74,6 +74,13 @@ class RunState(ABC):
         self.complete = False
         """Whether a run can resume from this state. It must be restored, and no commit may have
         stopped halfway."""
+
+    def count_step(self, counted: Callable[[], Count] | None) -> None:
+        """Count one more step. ``counted`` returns the samples that all ranks trained on; None if
+        they are not known."""
+        if counted is not None:
+            self.ledger.commit(self.step, counted)
+        self.step += 1
 
     @property
     def is_at_first(self) -> bool:
