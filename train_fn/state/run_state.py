@@ -28,9 +28,7 @@ from train_fn.state.tensor_tree import (
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
-"""Version 1 stored ``tail`` as a list. Versions 1 and 2 stored every optimizer value as a separate
-tensor."""
+VERSION = 3  # no released Everstep has written another one
 
 
 @dataclass(frozen=True)
@@ -133,9 +131,7 @@ class RunState(ABC):
         self.ledger.load_state_dict(state["ledger"])
         self.metrics = dict(state["metrics"])
         self.best = BestSoFar(**state["best"]) if state["best"] else None
-        self.recent = RecentEvents(
-            state["tail"] if state["version"] == 1 else json.loads(state["tail"])
-        )
+        self.recent = RecentEvents(json.loads(state["tail"]))
 
 
 # ---------------------------------------------------------------- recent events
