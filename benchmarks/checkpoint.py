@@ -109,7 +109,7 @@ class Training:
     def save(self) -> float:
         """Offer a save, as the loop does at a boundary; seconds that training stood still."""
         began = time.perf_counter()
-        self.saver.offer(due=True, is_best=False)
+        self.saver.save_if_due(due=True, is_best=False)
         return time.perf_counter() - began
 
     def wait_committed(self) -> None:

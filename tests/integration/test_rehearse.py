@@ -223,7 +223,7 @@ class Mending:
 
 
 AFTER_COMMIT = """
-from train_fn.protect.commits import Boundary
+from train_fn.protect.boundary import Boundary
 Boundary.close = lambda self: setattr(self, "is_open", False)
 Boundary.problem = lambda self: None
 """

@@ -74,7 +74,7 @@ def small_task_alone(shared_memory: Path, offer: Callable[..., None]) -> Iterato
         for module in (snapshot, node_dir):
             patch.setattr(module, "shared_memory_root", lambda: shared_memory)
         patch.setattr(build, "build_task", lambda spec: Regression())
-        patch.setattr(Saver, "offer", offer)
+        patch.setattr(Saver, "save_if_due", offer)
         yield
 
 

@@ -87,7 +87,7 @@ def train_step(saver: Saver, state: TrainState, step: int, is_best: bool = False
     state.step = step - 1
     due = saver.is_due()
     advance(state, step)
-    saver.offer(due=due, is_best=is_best)
+    saver.save_if_due(due=due, is_best=is_best)
     return due
 
 

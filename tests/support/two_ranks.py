@@ -123,7 +123,7 @@ class Rank:
     def step(self, *, saves: bool = False) -> None:
         self.change()
         with self.session.commit():
-            self.state.step += 1
+            self.state.count_step(None)
         self.session.reporter.step_done({}, None)
         self.session.keep(is_due=saves)
 

@@ -26,8 +26,8 @@ from storage.claims import process_nonce, successor
 from storage.errors import CheckpointExists, CorruptCheckpoint, StorageError, StorageNotFound
 from storage.run_control import Distrust, struck_by
 from storage.run_dir import RunDir
-from train_fn.checkpoints.save_slot import Save
 from train_fn.checkpoints.safetensors_file import write_safetensors
+from train_fn.checkpoints.save_slot import Save
 from train_fn.context import WorkerContext
 from train_fn.errors import FOUND_WITHIN, Replaced
 from train_fn.state.pieces import Piece

@@ -179,7 +179,7 @@ def adopt(
         "contents": None,
         "best": _best(state, ctx),
         "parent": origin.name,
-        "tail": [] if state["version"] == 1 else "[]",
+        "tail": "[]",
     }
 
 

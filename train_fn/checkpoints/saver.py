@@ -138,7 +138,7 @@ class Saver:
 
     # -- the training thread, between two steps
 
-    def offer(self, *, due: bool, is_best: bool) -> None:
+    def save_if_due(self, *, due: bool, is_best: bool) -> None:
         """Save the present state in the background if it is due or the best so far.
 
         Args:

@@ -25,8 +25,8 @@ from storage.checkpoints.manifest import MANIFEST, FileEntry, parse_manifest
 from storage.checkpoints.writer import CheckpointWriter, write_beside
 from storage.errors import StorageError, StorageUnavailable
 from train_fn.checkpoints.commit import STATE_FILE, num_pieces, piece_contents, piece_file
-from train_fn.checkpoints.save_slot import BoundaryCopy
 from train_fn.checkpoints.safetensors_file import write_safetensors
+from train_fn.checkpoints.save_slot import BoundaryCopy
 from train_fn.context import WorkerContext
 from train_fn.state.pieces import AVERAGE, WEIGHT, WHOLE, Piece, cut_anew, whole_shapes
 

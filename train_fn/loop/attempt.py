@@ -10,13 +10,14 @@ import gc
 from typing import Any
 
 from storage.run_control import Stop
+from train_fn.checks.audit import NOT_WATCHED
 from train_fn.checks.check import Moment
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.loop.build import build_once
 from train_fn.loop.commit import commit, require_whole
-from train_fn.loop.departure import Rescue, leave
 from train_fn.loop.evaluate import evaluation_is_due, renew_best
+from train_fn.loop.leave import Rescue, leave
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.samples.ledger import Count, difference
@@ -105,7 +106,8 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     if facts.checkpoint_step > progress.reported_checkpoint:
         report_checkpoint(training, facts.checkpoint_step)
     stop = facts.stop if state.step < replica.parts.last_step else None
-    is_best = stop is None and training.close_epoch()
+    may_be_due = state.k == 0 or state.step == replica.parts.total_steps
+    is_best = stop is None and may_be_due and close_epoch(training)
     session.keep(is_due=facts.save, is_best=is_best)
     return is_best, stop
 
@@ -125,7 +127,9 @@ def run_passes(training: Training) -> StepTotals:
     plan = training.plans.of(step)
     exchange.begin(plan)
     share = exchange.passes(plan.share)
-    training.begin(plan.num_samples, len(share))
+    moving.begin(plan.num_samples, len(share))
+    if training.progress.rescue is not None:
+        training.progress.rescue.note_work()
     for position, micro in enumerate(share):
         batch, differs, own_samples, number = None, None, 0, 0 if micro is None else micro.number
         if position < len(plan.share):
@@ -134,7 +138,8 @@ def run_passes(training: Training) -> StepTotals:
         elif micro is not None:
             batch = passes.load(micro).batch
         is_last = position == len(share) - 1
-        with exchange.around(is_last), training.watched(number):
+        watched = NOT_WATCHED if training.audit is None else training.audit.watched(number)
+        with exchange.around(is_last), watched:
             if position:
                 moving.rewind()
             passes.seed(step, number)
@@ -196,7 +201,8 @@ def _start_digests(training: Training) -> None:
     """Start to digest the gradients that the ranks have summed, and a part of the weights. Drills
     flip their bits before. Only a step that is whole takes these digests."""
     replica, audit = training.replica, training.audit
-    training.flips.flip(replica.parts, is_audited=audit is not None and audit.is_due)
+    if training.ctx.flip_ordered() is not None:
+        training.flips.flip(replica.parts, is_audited=audit is not None and audit.is_due)
     fingerprints = replica.together.fingerprints
     fingerprints.start(replica.state.step, gradient=replica.own is None)
 
@@ -223,12 +229,18 @@ def begin(training: Training) -> bool:
     elif renew_best(ctx, replica.state, replica.peers):
         session.save(is_due=False, is_best=True)
     session.begin(_facts(training))
-    is_best = training.close_epoch(is_new=False)
+    is_best = close_epoch(training, is_new=False)
     if (is_best or is_unsaved_fork) and replica.state.step < replica.parts.last_step:
         session.save(is_due=is_unsaved_fork, is_best=True)
     session.keeper.begin()
     session.reporter.start_clock()
     return is_best
+
+
+def close_epoch(training: Training, *, is_new: bool = True) -> bool:
+    """Do what is due where an epoch ends (``EpochEnd.close``)."""
+    training.progress.phase = "evaluation"
+    return training.epoch_end.close(is_new=is_new)
 
 
 def _facts(training: Training) -> dict[str, object]:

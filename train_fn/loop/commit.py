@@ -84,9 +84,8 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
         if state.scheduler is not None:
             rates.tick()
         counted = cache(totals.counted)  # both enter it, in groups of steps
-        state.ledger.commit(state.step, counted)
         state.chain.add(_link(fingerprints, state.step + 1, totals, counted))
-        state.step += 1
+        state.count_step(counted)
     rates.check()
     rates.note_options()
     if skipped:

@@ -20,7 +20,7 @@ from train_fn.checks.check import Checks, Moment
 from train_fn.checks.returns import checked_values
 from train_fn.errors import BadTask, NonFiniteLoss
 from train_fn.state.optim import Optimizers, each_of
-from train_fn.state.run_state import Shadows
+from train_fn.state.run_state import StateCopies
 from train_fn.state.train_state import TrainState
 from train_fn.step.buffers import MovingBuffers
 from train_fn.step.peers import Peers
@@ -46,7 +46,7 @@ class OwnUpdates:
             state.optimizer.by_name if isinstance(state.optimizer, Optimizers) else state.optimizer
         )
         self.mean = RankMean(each_of(state.optimizer), peers, max_norm, self.source)
-        self.shadow = Shadows(state, keeps_older=False)
+        self.before = StateCopies(state, keeps_older=False)
         """Holds the state with which the present step began."""
         self.lr: float | None = 0.0
         """The learning rate of the present step."""

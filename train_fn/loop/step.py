@@ -290,7 +290,7 @@ class OwnStep(StepExchange):
         self._weight = own_samples / self._num_samples
         schedule = self._session.ctx.spec.schedule
         own.lr = set_rates(self._rates, schedule, self._passes.parts)
-        own.shadow.take()
+        own.before.take()
         self._session.change()
         own.mean.begin(state.step, self._weight)
         self._values = own.run(state, batch)

@@ -3,7 +3,6 @@ attempt got."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -11,7 +10,7 @@ from typing import Protocol
 from everstep.wire.events import BEGINNINGS
 from train_fn.checkpoints.fork import adopt
 from train_fn.checkpoints.safetensors_file import require_safetensors
-from train_fn.checks.audit import NOT_WATCHED, BitFlips, StepAudit
+from train_fn.checks.audit import BitFlips, StepAudit
 from train_fn.checks.fits import require_best_metric
 from train_fn.checks.ranks import check_data, check_model, check_numerics
 from train_fn.checks.trained import LearningRates
@@ -38,7 +37,7 @@ from train_fn.tasks.protocol import where
 
 
 class Rescuer(Protocol):
-    """Keeps the state where the training thread cannot (``departure.Rescue``)."""
+    """Keeps the state where the training thread cannot (``leave.Rescue``)."""
 
     def prepare(self) -> None: ...
     def step_committed(self) -> None: ...
@@ -87,22 +86,6 @@ class Training:
     plans: StepPlans
     rates: LearningRates
     epoch_end: EpochEnd
-
-    def begin(self, num_samples: int, num_passes: int) -> None:
-        """Keep what the forward passes of a step change: ``num_passes`` of this rank, for
-        ``num_samples`` in the global batch."""
-        self.replica.passes.moving.begin(num_samples, num_passes)
-        if self.progress.rescue is not None:
-            self.progress.rescue.note_work()
-
-    def watched(self, number: int) -> AbstractContextManager[None]:
-        """Return the context of this rank's pass over micro-batch ``number``."""
-        return NOT_WATCHED if self.audit is None else self.audit.watched(number)
-
-    def close_epoch(self, *, is_new: bool = True) -> bool:
-        """Do what is due between two steps (``EpochEnd.close``)."""
-        self.progress.phase = "evaluation"
-        return self.epoch_end.close(is_new=is_new)
 
 
 def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from train_fn.checks.ranks import require_same_samples
 from train_fn.errors import BadTask, DataChanged, few
 from train_fn.protect.arguments import LoopParts
-from train_fn.protect.batches import Batches, LastBatch, Share
+from train_fn.protect.batches import Batches, LastBatch
 from train_fn.protect.changes import MovingTensors, PartCopies, WeightsMark
 from train_fn.samples.sampler import Sampler
 from train_fn.state.optim import Packer, match_layout, unpacked
@@ -150,12 +150,6 @@ class LoopState(RunState):
 
     # -- commits
 
-    def count_step(self, share: Share | None) -> None:
-        """Count one more step, which trained on this share."""
-        if share is not None:
-            self.ledger.commit(self.step, lambda: share.whole)
-        self.step += 1
-
     def note_batch(self, rank: int, world_size: int) -> None:
         """Note the batch of the newest step, from Everstep's loader."""
         if self.data is not None and self.data.taken is not None:
@@ -163,8 +157,8 @@ class LoopState(RunState):
 
     @property
     def seeds_at(self) -> int:
-        """Return the step whose seed the code before the first batch draws from: code at the top of
-        an epoch draws after a restart as it did then."""
+        """Return the step that seeds the code before the first batch. So code at the top of an
+        epoch draws after a restart what it drew before."""
         has_epochs = self._known_data is not None or any(
             hasattr(self.parts.others[name], "ends_epoch_in") for name in self.parts.loaders
         )

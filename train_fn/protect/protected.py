@@ -9,8 +9,6 @@ optimizer's loop, so all ranks get past it, or none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,20 +47,6 @@ class Held(NamedTuple):
     """The loop is to end."""
 
 
-class CopiesAsNothing:
-    """A hook on an object of the user's. A copy of that object, also one in a file, has a hook that
-    does nothing, and needs no Everstep to be read."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")
-
-
 class Protected:
     """The state of a user's loop. ``with state:`` takes over the newest trustworthy one, and leaves
     one if anything breaks. ``state.step(loss=loss)`` commits a step."""
@@ -93,8 +77,6 @@ class Protected:
         self._training: LoopTraining | None = None
         """None before and after ``with state:``."""
         self._hooks: list[Any] = []
-        self._calls: list[Any] = []
-        """Hooks of the models, which say when a step begins."""
         self._share: Share | None = None
         """What the present step trains on, from Everstep's loader."""
         self._waited_s: float | None = None
@@ -187,8 +169,8 @@ class Protected:
         session.begin(training_facts(session, state, self._total_steps))
         seeds, draws = zip(*training.peers.gather(own), strict=True)
         self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1
-        if training.shadows is not None:
-            training.shadows.take()
+        if training.copies is not None:
+            training.copies.take()
         session.keeper.begin()
         ctx.report_state_bytes(size_bytes(state.state_dict()))
         self._hooks = [
@@ -198,14 +180,7 @@ class Protected:
         if self.ends_with_commit:
             training.boundary.is_open = False
         else:
-            self._calls = [
-                # Before FSDP's own hook, which puts whole weights in the place of shards.
-                model.register_forward_pre_hook(
-                    CopiesAsNothing(partial(self._before_call, is_trained)), prepend=True
-                )
-                for model, is_trained in self._parts.called().items()
-                if getattr(model, "_compiled_call_impl", None) is None
-            ]
+            training.boundary.watch(self._parts.called(), partial(self._end_commit, training))
         if session.restored.origin is not None:
             # After its first save a fork no longer depends on the run that it comes from.
             session.save(is_due=True, is_best=True)
@@ -233,8 +208,8 @@ class Protected:
         return self._open().peers.gather(value)
 
     def attach(self, data: Batches, end: int) -> None:
-        """Let the state follow this data up to the step ``end``, that of the run or of its epoch in
-        a loop over epochs; called by ``es.loader``."""
+        """Let the state follow this data; called by ``es.loader``. ``end`` is the last step of the
+        run, or of the epoch in a loop over epochs."""
         training = self._open()
         if self._share is not None and self._state.data not in (None, data):
             raise BadTask(
@@ -276,24 +251,12 @@ class Protected:
         self.reseed()
 
     def begin_step(self) -> None:
-        """Take what the loop has done since its last commit as part of it, and keep what is due;
-        called by ``es.loader`` before it hands out a batch."""
-        for hook in self._calls:
-            hook.remove()
-        self._calls = []
+        """Let what the loop has done since its last commit be part of that, and keep what is due.
+        Called by ``es.loader`` before it hands out a batch."""
         training = self._open()
+        training.boundary.unwatch()
         training.boundary.sees_steps = True
         self._end_commit(training)
-
-    def _before_call(self, is_trained: bool, model: torch.nn.Module, _: Any) -> None:
-        """Begin a step with its first pass in training mode."""
-        if torch.compiler.is_compiling():
-            return  # as if nothing said where a step begins
-        training = self._training
-        if training is None or not model.training:
-            return
-        if training.boundary.begins(learns=is_trained and torch.is_grad_enabled()):
-            self._end_commit(training)
 
     def _end_commit(self, training: LoopTraining) -> None:
         """End what follows a commit. Raises StopAgreed if the loop is to end with it."""
@@ -359,7 +322,7 @@ class Protected:
         if training.session.keeper.has_gate:
             self._end_commit(training)  # what is about to change must be kept by now
         training.commits.read()
-        if training.shadows is None:
+        if training.copies is None:
             training.buffers.share()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -396,17 +359,17 @@ class Protected:
         training.checks.at(Moment.LOSS)
         if not self._is_settled:
             self._settle(training)
-        if training.shadows is not None:
+        if training.copies is not None:
             # Not before: a graph that waits for another optimizer's step may hold them.
             training.buffers.share()
         self._held = Held(training.session.saver.is_due(), commits.stop)
         with training.session.commit():
-            state.count_step(share)
+            state.count_step(None if share is None else lambda: share.whole)
             state.note_batch(self.rank, self.world_size)
             training.boundary.commit()
             state.note_parts()
-            if training.shadows is not None:
-                training.shadows.take()
+            if training.copies is not None:
+                training.copies.take()
         self._is_settled, self._share = False, None
         waited_s, self._waited_s = self._waited_s, None
         commits.start(share, values, waited_s, saves=self._held.due)
@@ -443,8 +406,8 @@ class Protected:
         seconds = round(reporter.seconds_of_epoch(), 3)
         facts = {**self._state.close_epoch(), "seconds": seconds, "rests": False}
         reporter.emit(EventKind.EPOCH_COMPLETED, facts)
-        if training.shadows is not None:
-            training.shadows.renew()
+        if training.copies is not None:
+            training.copies.renew()
 
     # -- the end
 
@@ -517,10 +480,12 @@ class Protected:
 
     def _close(self) -> None:
         """Let nothing of the loop count as a step any more."""
+        if self._training is not None:
+            self._training.boundary.unwatch()
         self._training = None
-        for hook in (*self._hooks, *self._calls):
+        for hook in self._hooks:
             hook.remove()
-        self._hooks, self._calls = [], []
+        self._hooks = []
 
     def _open(self) -> LoopTraining:
         training = self._training

@@ -38,8 +38,9 @@ from train_fn.errors import BadTask, StepNotWhole
 from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection
 from train_fn.protect.arguments import Torn
+from train_fn.protect.boundary import Boundary
 from train_fn.protect.changes import SharedBuffers
-from train_fn.protect.commits import Agreement, Boundary, Commits, Updates
+from train_fn.protect.commits import Agreement, Commits, Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.recovery.settings import why_torch_ends_it
@@ -59,7 +60,7 @@ from train_fn.standalone.rank import (
     stop_on_signals,
 )
 from train_fn.standalone.start import NO_ARCHIVE, present_program
-from train_fn.state.run_state import Shadows
+from train_fn.state.run_state import StateCopies
 from train_fn.step.nccl import backend_of, fails_by_itself, group_backend
 from train_fn.step.peers import Peers
 
@@ -76,7 +77,7 @@ class LoopTraining:
     checks: Checks
     boundary: Boundary
     commits: Commits
-    shadows: Shadows | None
+    copies: StateCopies | None
     """Only with ``torn='shadow'``."""
     order: CallOrder | None
     """Only of a sharded model."""
@@ -105,7 +106,7 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
     session.announce()
     parts, peers = state.parts, session.peers
     agreement, updates = Agreement(peers), Updates(may_skip=parts.has_scaler)
-    shadows = Shadows(state) if torn == "shadow" else None
+    copies = StateCopies(state) if torn == "shadow" else None
     training = LoopTraining(
         ctx=ctx,
         session=session,
@@ -119,9 +120,9 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
                 SameOnAllRanks(state, peers),
             ]
         ),
-        boundary=Boundary(state, shadows.renew if shadows is not None else lambda: None),
+        boundary=Boundary(state, copies.renew if copies is not None else lambda: None),
         commits=Commits(session, state, agreement, updates),
-        shadows=shadows,
+        copies=copies,
         order=CallOrder(parts.modules(), peers, "the loop") if parts.piece is not None else None,
     )
     session.open(exchange=agreement.exchange)  # it starts threads: what may fail has come before
@@ -253,11 +254,11 @@ def state_to_keep(training: LoopTraining, is_known: bool) -> dict[str, Any] | st
     Args:
         is_known: whether all ranks are known to have made the newest commit.
     """
-    commits, shadows, state = training.commits, training.shadows, training.state
+    commits, copies, state = training.commits, training.copies, training.state
     updates = commits.updates
     if commits.fault is not None:
-        if shadows is not None and shadows.older is not None:
-            return shadows.older  # the ranks agreed on that one
+        if copies is not None and copies.older is not None:
+            return copies.older  # the ranks agreed on that one
         return f"the ranks did not make the same step: {commits.fault}"
     if not is_known and not updates.is_regular:
         return (
@@ -265,9 +266,9 @@ def state_to_keep(training: LoopTraining, is_known: bool) -> dict[str, Any] | st
             f"{updates.usual}, and a peer that died did not say whether it did, too"
         )
     if state.complete and (problem := training.boundary.problem()) is not None:
-        return problem if shadows is None or shadows.older is None else shadows.older
-    if shadows is not None:
-        return shadows.newest or _TORN
+        return problem if copies is None or copies.older is None else copies.older
+    if copies is not None:
+        return copies.newest or _TORN
     if not state.complete:
         return _TORN
     found = state.last_committed()

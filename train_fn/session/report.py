@@ -93,7 +93,7 @@ class Reporter:
         point = {"step": self._state.step, "at": at, "values": values}
         if proof is not None:
             point["proof"] = proof
-        self._state.tail.add_point(
+        self._state.recent.add_point(
             {"kind": _METRICS_KIND, "at": at, "data": point}, self._journaled_step
         )
         if self._journal is not None:
@@ -137,7 +137,7 @@ class Reporter:
         """Report an event between two steps."""
         self.hand_over()
         entry = {"kind": kind.value, "at": head_clock.now(), "data": data, "step": self._state.step}
-        self._state.tail.add_other(entry, self._journaled_step)
+        self._state.recent.add_other(entry, self._journaled_step)
         if self._state.step > self._newest:
             self._events.append((self._state.step, kind, data))
         elif self._journal is not None:
@@ -172,7 +172,7 @@ class Reporter:
         journaled = self._journaled_step()
         if math.isinf(journaled):
             journaled = -1  # nobody knows
-        tail = self._state.tail
+        tail = self._state.recent
         self._late_points = [
             entry["data"] for entry in tail.points if entry["data"]["step"] > journaled
         ]

@@ -185,9 +185,12 @@ class Session:
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """Let the block make the state that of the next step. It has no collective."""
+        """Let the block make the state that of the next step, and count that step. It has no
+        collective. If it fails, the state stays that of no step."""
         self.change()
+        before = self.state.step
         yield
+        assert self.state.step == before + 1, f"step {before + 1} was not counted once"
         self.state.complete = True
 
     # -- keep
@@ -204,14 +207,14 @@ class Session:
 
     def save(self, *, is_due: bool, is_best: bool) -> None:
         """Save the state if that is due, or it is the best so far. All ranks say the same."""
-        self.saver.offer(due=is_due, is_best=is_best)
+        self.saver.save_if_due(due=is_due, is_best=is_best)
         if is_due or is_best:
             self.keeper.save()
 
     def pass_gate(self, said: int = 0) -> list[int]:
         """Let the newest step be reported, once no single death takes it any more. Return what each
         rank said. A collective if the keeper has a gate. Raises PeersGone."""
-        of_ranks = self.keeper.gate(said)
+        of_ranks = self.keeper.gate(said) if self.keeper.has_gate else [said]
         self.reporter.report_up_to(self.keeper.committed)
         return of_ranks
 
@@ -258,9 +261,9 @@ class Session:
     def _save_last(
         self, stop: Stop | None, *, is_best: bool, reported: int
     ) -> tuple[Exception | None, int]:
-        """Commit the present state as the final checkpoint. Return why it was not committed (only
-        for a run that pauses because its saves fail), and the step of a committed checkpoint that
-        is newer than step ``reported``; 0 for none."""
+        """Commit the present state as the final checkpoint. Return why it was not committed, which
+        only a run may go on with that pauses because its saves fail. Return with it the step of the
+        newest committed checkpoint, if it is newer than step ``reported``, else 0."""
         peers, saver, keeper = self.peers, self.saver, self.keeper
         # Before the ranks meet below: the first rank that leaves removes the node's snapshots.
         keeper.begin_last_save()
@@ -283,9 +286,9 @@ def claim(ctx: WorkerContext) -> None:
     """Make sure that this attempt's beginning is durable, and then that no newer submission or
     attempt has begun. Called by rank 0 before the first step; without it no rank can take one.
 
-    A submission writes its journal before it reads those of older ones, and an attempt writes its
-    claim first. So the newer one either sees where this attempt began, and which states that makes
-    void, or this attempt sees the newer one's journal or claim here, and leaves no state.
+    A submission writes its journal, and an attempt its claim, before it reads anything of older
+    ones. So one of two things happens. The newer one sees where this attempt began, and thus which
+    states are void. Or this attempt sees the newer one's journal or claim, and leaves no state.
 
     Raises:
         StorageUnavailable: the beginning did not become durable.

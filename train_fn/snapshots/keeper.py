@@ -116,8 +116,8 @@ class StateKeeper(Protocol):
         return None
 
     def gate(self, said: int = 0) -> list[int]:
-        """Wait until all ranks hold what they should of the newest state. Return what each rank
-        said; this one's alone if there is no gate. A collective if there is."""
+        """Wait until all ranks hold what they should of the newest state, if there is a gate.
+        Return what each rank said. A collective."""
         return [said]
 
     # -- the ends

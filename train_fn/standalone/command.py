@@ -25,7 +25,7 @@ from storage.run_dir import RunDir
 from train_fn.context import WorkerContext
 from train_fn.journal.server import Say
 from train_fn.loop.attempt import train_openly
-from train_fn.loop.departure import save_last
+from train_fn.loop.leave import save_last
 from train_fn.loop.training import RankProgress
 from train_fn.recovery.launch import Left
 from train_fn.recovery.settings import RecoverySettings

@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from everstep.wire.events import EventKind
-from train_fn.samples.ledger import Ledger
+from train_fn.samples.ledger import Count, Ledger
 from train_fn.state.pieces import Piece
 from train_fn.state.tensor_tree import (
     TensorShape,
@@ -28,9 +28,7 @@ from train_fn.state.tensor_tree import (
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
-"""Version 1 stored ``tail`` as a list. Versions 1 and 2 stored every optimizer value as a separate
-tensor."""
+VERSION = 3  # no released Everstep has written another one
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class RunState(ABC):
         self.best: BestSoFar | None = None
         self.parent: str | None = None
         """Newest committed checkpoint that this rank knows this state to descend from."""
-        self.tail = EventTail()
+        self.recent = RecentEvents()
         self.piece: Piece | None = None
         """The piece that this rank holds of a state that is sharded; None for a state that every
         rank holds whole."""
@@ -74,6 +72,13 @@ class RunState(ABC):
         self.complete = False
         """Whether a run can resume from this state. It must be restored, and no commit may have
         stopped halfway."""
+
+    def count_step(self, counted: Callable[[], Count] | None) -> None:
+        """Count one more step. ``counted`` returns the samples that all ranks trained on; None if
+        they are not known."""
+        if counted is not None:
+            self.ledger.commit(self.step, counted)
+        self.step += 1
 
     @property
     def is_at_first(self) -> bool:
@@ -116,7 +121,7 @@ class RunState(ABC):
             "metrics": dict(self.metrics),
             "best": asdict(self.best) if self.best else None,
             "parent": self.parent,
-            "tail": self.tail.dump(),
+            "tail": self.recent.dump(),
         }
 
     def load_counters(self, state: Mapping[str, Any]) -> None:
@@ -126,10 +131,10 @@ class RunState(ABC):
         self.ledger.load_state_dict(state["ledger"])
         self.metrics = dict(state["metrics"])
         self.best = BestSoFar(**state["best"]) if state["best"] else None
-        self.tail = EventTail(state["tail"] if state["version"] == 1 else json.loads(state["tail"]))
+        self.recent = RecentEvents(json.loads(state["tail"]))
 
 
-# ---------------------------------------------------------------- event tail
+# ---------------------------------------------------------------- recent events
 
 # The last events that a rank reported. They are part of its training state, since the rank that
 # sends them to the journal may die before it has done so.
@@ -147,7 +152,7 @@ MOST_OTHERS = 1024
 _METRICS_KIND = EventKind.METRICS.value
 
 
-class EventTail:
+class RecentEvents:
     """Keep a rank's last events.
 
     An entry is ``{"kind": …, "at": Unix time in seconds, "data": …}`` and can be written as JSON.
@@ -197,13 +202,13 @@ class EventTail:
         return json.dumps([*self.points, *self.others])
 
 
-# ---------------------------------------------------------------- shadows
+# ---------------------------------------------------------------- copies
 
-# Shadows: copies of a whole state, for loops that change it in several parts with collectives in
+# Copies of a whole state, for loops that change it in several parts with collectives in
 # between.
 
 
-class Shadows:
+class StateCopies:
     """Hold the state of the newest commit.
 
     Args:

@@ -97,7 +97,7 @@ class TrainState(RunState):
         """Whether the task's ``on_epoch_end`` has still to run for the epoch closed last."""
         self.chain = Chain()
         self.numerics: dict[str, Any] | None = None
-        """Fingerprint of the run's kernels (``Numerics``); None if the state is older."""
+        """Fingerprint of the run's kernels (``Numerics``); None before the first attempt."""
         self.task: Any = None
         """The task's own state (``TaskState``) after the last step."""
         self._unsaved: dict[str, TensorPlace] = {}
@@ -145,7 +145,7 @@ class TrainState(RunState):
         if self.frozen is not None:
             model, ema = self.frozen.without(model), ema and self.frozen.without(ema)
         optimizer = self.optimizer.state_dict()
-        chain = self.chain.enter()  # before the tail, whose points it completes
+        chain = self.chain.enter()  # before the events, whose points it completes
         if self.shards is None:
             optimizer = (
                 self._packer.packed(optimizer, self.optimizer)
@@ -201,10 +201,10 @@ class TrainState(RunState):
             BadTask: the task built other frozen parameters than those that the state leaves out.
             ValueError: this Everstep does not read the state's version.
         """
-        if state["version"] not in range(1, VERSION + 1):
+        if state["version"] != VERSION:
             raise ValueError(
-                f"the state to resume has version {state['version']}, this Everstep reads "
-                f"versions 1 to {VERSION}"
+                f"the state to resume has version {state['version']}, and this Everstep reads "
+                f"version {VERSION}; resume with the Everstep that wrote it"
             )
         require_same_data(
             state,
@@ -224,31 +224,29 @@ class TrainState(RunState):
             saved = owned(state["optimizer"]) if gives_memory else copy_to_cpu(state["optimizer"])
             self.optimizer.load_state_dict(unpacked(saved))
             match_layout(self.optimizer, saved.get("strides"))
-        self._modes.load_state_dict(state.get("modes", {}))
-        self._load_unsaved(state.get("unsaved", {}))
-        if self.scheduler is not None and state.get("scheduler") is not None:
+        self._modes.load_state_dict(state["modes"])
+        self._load_unsaved(state["unsaved"])
+        if self.scheduler is not None and state["scheduler"] is not None:
             kept = copy_to_cpu(state["scheduler"])
             self.scheduler.load_state_dict(of_own_types(kept, self.scheduler.state_dict()))
         self.scaler.load_state_dict(state["scaler"])
-        if "skipped" in state:  # earlier versions did not count
-            self.skipped.load_state_dict(state["skipped"])
+        self.skipped.load_state_dict(state["skipped"])
         if self.ema is not None:
             averages = {**self.ema.state_dict(), **(state["ema"] or {})}
             if self.shards is not None:
                 averages |= self.shards.averages(state["shards"])
             self.ema.load_state_dict(averages)
-        self.task = copy_to_cpu(state["task"]) if state.get("task") is not None else self.task
-        self.chain.load(state.get("chain"))
+        self.task = copy_to_cpu(state["task"]) if state["task"] is not None else self.task
+        self.chain.load(state["chain"])
         if self.bookmarks is not None:
             self.bookmarks.load_state_dict(state["bookmarks"])
-        self.numerics = state.get("numerics")
-        self.hook_due = state.get("hook_due", False)
+        self.numerics, self.hook_due = state["numerics"], state["hook_due"]
         self.load_counters(state)
         self.complete = True
 
     def _load_weights(self, state: dict[str, Any]) -> None:
         """Load parameters and buffers, beside the frozen ones that the state leaves out."""
-        saved, own = state.get("frozen") or {}, self.model.state_dict()
+        saved, own = state["frozen"], self.model.state_dict()
         if changed := other_base(saved, own):
             raise BadTask(
                 f"{self._model_source} returned other frozen parameters than those with which step "

@@ -139,7 +139,7 @@ class Peers:
         """
         if tensor.is_cuda:
             # CUDA locks out every other thread while it copies to memory that is not pinned; one of
-            # them may have to keep the state (`loop/departure.py`)
+            # them may have to keep the state (`loop/leave.py`)
             arrived = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             arrived.copy_(tensor, non_blocking=True)
             torch.cuda.current_stream(tensor.device).synchronize()

@@ -169,7 +169,7 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
         step = state.step = step + 1
         state.metrics["accuracy"], state.evaluated_step = float(step), step
         state.best = BestSoFar("accuracy", float(step), step, "")
-        saver.offer(due=due or step == 1, is_best=False)
+        saver.save_if_due(due=due or step == 1, is_best=False)
     saver.close()
     committed = ctx.checkpoints.list()
     assert committed[0].step == 1 and 4 < len(committed) < step and copies.most_held == 1, (
@@ -228,7 +228,7 @@ def test_the_best_state_is_known_to_be_unsaved_until_it_is_written(
 
     monkeypatch.setattr(saver._committer, "commit", commit)
     advance(state, 10)
-    saver.offer(due=True, is_best=is_best)
+    saver.save_if_due(due=True, is_best=is_best)
     assert saver.has_best_to_write is is_best
     may_write.set()
     assert saver.wait_idle(time.monotonic() + 60)
@@ -241,7 +241,7 @@ def test_other_ranks_save_nothing(tmp_path: Path) -> None:
     saver = Saver(ctx, state, BoundaryCopies(state))
     advance(state, 10)
     assert not saver.is_due()
-    saver.offer(due=True, is_best=True)
+    saver.save_if_due(due=True, is_best=True)
     saver.save_now()
     saver.close()
     assert ctx.checkpoints.list() == []

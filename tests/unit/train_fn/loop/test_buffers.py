@@ -104,7 +104,7 @@ def test_statistics_that_are_unfrozen_later_are_those_of_the_steps_since(tmp_pat
         RunDir(open_storage(str(tmp_path)), "run_unfreezes"),
         Unfreezes(checkpointed=False),
     )
-    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+    with small_task_alone(tmp_path, Saver.save_if_due), pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "build_task", lambda spec: task)
         assert train(one_rank(spec, run_dir)) is None
     found = model_of(run_dir)
@@ -125,7 +125,7 @@ def test_gradient_checkpointing_moves_statistics_once_a_step(
             RunDir(open_storage(str(tmp_path)), f"run_{checkpointed}"),
             Task(checkpointed=checkpointed),
         )
-        with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+        with small_task_alone(tmp_path, Saver.save_if_due), pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "build_task", lambda spec, task=task: task)
             assert train(one_rank(spec, run_dir)) is None
         found.append(model_of(run_dir))

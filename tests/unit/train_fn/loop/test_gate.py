@@ -15,7 +15,7 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank, small_task_alone
 from train_fn.errors import StepNotWhole
 from train_fn.loop import attempt
-from train_fn.loop.departure import leave
+from train_fn.loop.leave import leave
 from train_fn.loop.training import RankProgress, Training
 from train_fn.recovery.evidence import StepFailed, describe_error
 from train_fn.samples.ledger import Count

@@ -152,7 +152,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_trains_as_plain_torch_does
     plain = task.build_model()
     start = {name: value.clone() for name, value in plain.state_dict().items()}
     task.build_model = lambda: plain  # type: ignore[method-assign]
-    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+    with small_task_alone(tmp_path, Saver.save_if_due), pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "build_task", lambda spec: task)
         assert train(one_rank(spec, run_dir)) is None
 

@@ -18,8 +18,8 @@ from tests.unit.train_fn.loop.test_departure import (
     small_task,
 )
 from train_fn.errors import StateNotWhole
-from train_fn.loop import departure as rescue
-from train_fn.loop.departure import Rescue
+from train_fn.loop import leave as rescue
+from train_fn.loop.leave import Rescue
 from train_fn.loop.training import RankProgress
 from train_fn.snapshots.state_file import state_digest
 from train_fn.state.optim import Packer

@@ -10,7 +10,7 @@ import torch
 
 from train_fn.protect.commits import Updates
 from train_fn.protect.training import state_to_keep
-from train_fn.state.run_state import Shadows
+from train_fn.state.run_state import StateCopies
 
 WHOLE = {"step": 7}
 NEWEST, OLDER = {"step": 7, "of": "newest"}, {"step": 6, "of": "older"}
@@ -21,17 +21,17 @@ def training(
     fault: str | None = None,
     complete: bool = True,
     regular: bool = True,
-    shadows: Any = None,
+    copies: Any = None,
     missing: str | None = None,
 ) -> Any:
     updates = SimpleNamespace(is_regular=regular, of_commit=2, usual=1)
     state = SimpleNamespace(step=7, complete=complete, last_committed=lambda: WHOLE)
     commits = SimpleNamespace(fault=fault, updates=updates)
     boundary = SimpleNamespace(problem=lambda: missing)
-    return SimpleNamespace(commits=commits, shadows=shadows, state=state, boundary=boundary)
+    return SimpleNamespace(commits=commits, copies=copies, state=state, boundary=boundary)
 
 
-SHADOWS = SimpleNamespace(newest=NEWEST, older=OLDER)
+COPIES = SimpleNamespace(newest=NEWEST, older=OLDER)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,16 @@ SHADOWS = SimpleNamespace(newest=NEWEST, older=OLDER)
         ({}, False, WHOLE),
         ({"complete": False}, True, "between two states"),
         ({"missing": "interrupted"}, True, "interrupted"),
-        ({"missing": "interrupted", "shadows": SHADOWS}, True, OLDER),
+        ({"missing": "interrupted", "copies": COPIES}, True, OLDER),
         ({"regular": False}, True, WHOLE),
         ({"regular": False}, False, "2 optimizer steps instead of 1"),
-        ({"regular": False, "shadows": SHADOWS}, False, "2 optimizer steps instead of 1"),
-        ({"complete": False, "shadows": SHADOWS}, True, NEWEST),
+        ({"regular": False, "copies": COPIES}, False, "2 optimizer steps instead of 1"),
+        ({"complete": False, "copies": COPIES}, True, NEWEST),
         ({"fault": "rank 1 differs"}, False, "did not make the same step: rank 1 differs"),
-        ({"fault": "rank 1 differs", "shadows": SHADOWS}, False, OLDER),
-        ({"shadows": SimpleNamespace(newest=None, older=None)}, True, "between two states"),
+        ({"fault": "rank 1 differs", "copies": COPIES}, False, OLDER),
+        ({"copies": SimpleNamespace(newest=None, older=None)}, True, "between two states"),
         (
-            {"fault": "rank 1 differs", "shadows": SimpleNamespace(newest=NEWEST, older=None)},
+            {"fault": "rank 1 differs", "copies": SimpleNamespace(newest=NEWEST, older=None)},
             False,
             "did not make the same step",
         ),
@@ -65,16 +65,16 @@ def test_only_a_state_that_every_rank_made_is_kept(
 
 def test_a_shadow_is_written_beside_the_newest_one() -> None:
     weight = torch.zeros(2)
-    shadows = Shadows(SimpleNamespace(state_dict=lambda: {"weight": weight}))  # type: ignore[arg-type]
+    copies = StateCopies(SimpleNamespace(state_dict=lambda: {"weight": weight}))  # type: ignore[arg-type]
     for value in (1.0, 2.0, 3.0):
         weight.fill_(value)
-        shadows.take()
-    assert shadows.newest is not None and shadows.older is not None
-    assert (shadows.newest["weight"][0], shadows.older["weight"][0]) == (3, 2)
-    kept = shadows.older
+        copies.take()
+    assert copies.newest is not None and copies.older is not None
+    assert (copies.newest["weight"][0], copies.older["weight"][0]) == (3, 2)
+    kept = copies.older
     weight.fill_(4.0)
-    shadows.renew()
-    assert shadows.newest["weight"][0] == 4 and shadows.older is kept, "the older one stays"
+    copies.renew()
+    assert copies.newest["weight"][0] == 4 and copies.older is kept, "the older one stays"
     assert kept["weight"][0] == 2
 
 

@@ -23,7 +23,7 @@ from train_fn.ranks.rank import RankJournal
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
 from train_fn.session import report as reporter_module
 from train_fn.session.report import HAND_OVER_S, Reporter
-from train_fn.state.run_state import MOST_OTHERS, MOST_POINTS, NUM_OTHERS, NUM_POINTS, EventTail
+from train_fn.state.run_state import MOST_OTHERS, MOST_POINTS, NUM_OTHERS, NUM_POINTS, RecentEvents
 from train_fn.state.train_state import TrainState
 
 SPEC = RunSpec.model_validate(
@@ -108,14 +108,14 @@ def test_what_happens_between_steps_is_told_after_the_steps_before_it() -> None:
     reporter.emit(EventKind.EPOCH_COMPLETED, {"epoch": 0})
     kinds = [kind for kind, _ in journal.events]
     assert reported_steps(journal) == [1, 2, 3] and kinds[-1] is EventKind.EPOCH_COMPLETED
-    assert [entry["kind"] for entry in state.tail] == ["metrics"] * 3 + ["epoch_completed"]
+    assert [entry["kind"] for entry in state.recent] == ["metrics"] * 3 + ["epoch_completed"]
 
 
 def test_other_ranks_tell_nothing_and_keep_the_same_tail() -> None:
     reporter, state, journal = begin(rank=1)
     end_step(reporter, state)
     reporter.close()
-    assert not journal.events and [entry["data"]["step"] for entry in state.tail] == [1]
+    assert not journal.events and [entry["data"]["step"] for entry in state.recent] == [1]
 
 
 def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
@@ -126,8 +126,8 @@ def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
     for step in range(1, 101):
         end_step(survivor, state)
         survivor.emit(EventKind.EVALUATED, {"step": step})
-        assert len(state.tail.others) == min(step, NUM_OTHERS)
-        assert [entry["data"]["step"] for entry in state.tail.points] == list(
+        assert len(state.recent.others) == min(step, NUM_OTHERS)
+        assert [entry["data"]["step"] for entry in state.recent.points] == list(
             range(max(1, step - NUM_POINTS + 1), step + 1)
         )
     ended: list[int] = []
@@ -137,7 +137,7 @@ def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
             ended.append(state.step)
             survivor.emit(EventKind.EPOCH_COMPLETED, {"epoch": state.step})
     left = make_state()
-    left.tail = EventTail(json.loads(state.tail.dump()))  # as it travels with the state
+    left.recent = RecentEvents(json.loads(state.recent.dump()))  # as it travels with the state
     left.step = state.step
     ctx = one_rank(SPEC, NOWHERE, attempt=2)
     again = Reporter(ctx, left)
@@ -149,9 +149,9 @@ def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
     for _ in range(MOST_POINTS):
         end_step(survivor, state)
         survivor.emit(EventKind.EPOCH_COMPLETED, {"epoch": state.step})
-    assert len(state.tail.others) == MOST_OTHERS
-    assert len(state.tail.points) == MOST_POINTS
-    assert state.tail.points[0]["data"]["step"] == state.step - MOST_POINTS + 1
+    assert len(state.recent.others) == MOST_OTHERS
+    assert len(state.recent.points) == MOST_POINTS
+    assert state.recent.points[0]["data"]["step"] == state.step - MOST_POINTS + 1
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])

@@ -170,6 +170,13 @@ def test_between_two_states_a_rank_leaves_none(start: Start, pieces: bool) -> No
     assert [rank.beginning for rank in start(2)] == [expected] * 2
 
 
+def test_a_block_that_does_not_count_its_step_commits_nothing(start: Start) -> None:
+    [rank, _] = start()
+    with pytest.raises(AssertionError, match="step 1 was not counted once"), rank.session.commit():
+        pass
+    assert not rank.state.complete
+
+
 def test_a_step_is_reported_once_no_death_can_take_it_any_more(start: Start, pieces: bool) -> None:
     """A state that each rank holds lives while one of them does; one in pieces after a gate."""
     ranks = start()
@@ -204,7 +211,7 @@ def test_a_rank_lets_its_peers_go_before_it_leaves_its_state(
     rank.leave()
     order = "let go, peers, close, keep" if frees else "let go, close, keep, peers"
     assert rank.did == order.split(", ")
-    rank.session.saver.offer(due=True, is_best=True)
+    rank.session.saver.save_if_due(due=True, is_best=True)
     assert rank.session.saver.wait_idle(0.0), "nothing is saved any more"
 
 

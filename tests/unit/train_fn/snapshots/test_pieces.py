@@ -347,7 +347,7 @@ def save_and_train(pair: list[Rank], by_rank: list[Saver], num_steps: int) -> No
     def run(rank: Rank) -> None:
         rank.make_step()
         rank.keeper.save()
-        by_rank[rank.rank].offer(due=True, is_best=False)
+        by_rank[rank.rank].save_if_due(due=True, is_best=False)
         for _ in range(num_steps):
             rank.keeper.gate()
             rank.make_step()

@@ -103,16 +103,7 @@ def test_other_data_is_refused() -> None:
         make_state(fingerprint="other").load_state_dict(make_state(num_steps=2).state_dict())
 
 
-def test_a_state_with_every_moment_by_itself_is_read() -> None:
-    """Of versions 1 and 2."""
-    original, restored = make_state(num_steps=3), make_state(seed=1)
-    saved = original.state_dict() | {"version": 2, "optimizer": original.optimizer.state_dict()}
-    restored.load_state_dict(through_a_file(copy_to_cpu(saved)))
-    assert digest(restored.state_dict()) == digest(original.state_dict())
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_events_travel_with_the_state(older: bool) -> None:
+def test_events_travel_with_the_state() -> None:
     state, resumed = make_state(num_steps=1), make_state()
     entries = [
         {
@@ -123,21 +114,18 @@ def test_events_travel_with_the_state(older: bool) -> None:
         for step in range(70)
     ]
     other = {"kind": "epoch_completed", "at": 1.15, "data": {"epoch": 0}}
-    state.tail.others.append(other)
+    state.recent.others.append(other)
     for entry in entries:
-        state.tail.add_point(entry, lambda: inf)
-    loaded = through_a_file(copy_to_cpu(state.state_dict()))
-    resumed.load_state_dict(
-        loaded | {"version": 1, "tail": [other, *entries[-64:]]} if older else loaded
-    )
-    assert list(resumed.tail) == [other, *entries[-64:]], "many steps push out no end of an epoch"
-    resumed.tail.add_point({**entries[-1], "data": {"step": 70, "values": {}}}, lambda: inf)
-    assert len(resumed.tail.points) == 64 and resumed.tail.points[-1]["data"]["step"] == 70
+        state.recent.add_point(entry, lambda: inf)
+    resumed.load_state_dict(through_a_file(copy_to_cpu(state.state_dict())))
+    assert list(resumed.recent) == [other, *entries[-64:]], "many steps push out no end of an epoch"
+    resumed.recent.add_point({**entries[-1], "data": {"step": 70, "values": {}}}, lambda: inf)
+    assert len(resumed.recent.points) == 64 and resumed.recent.points[-1]["data"]["step"] == 70
 
 
 def test_a_state_of_another_version_is_refused() -> None:
     state = make_state()
-    with pytest.raises(ValueError, match="has version 4, this Everstep reads versions 1 to 3"):
+    with pytest.raises(ValueError, match="has version 4, and this Everstep reads version 3"):
         state.load_state_dict(state.state_dict() | {"version": 4})
 
 

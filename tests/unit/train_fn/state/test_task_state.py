@@ -66,7 +66,7 @@ def test_neither_the_warm_up_nor_a_failed_step_shows_in_the_tasks_state(
 ) -> None:
     run_dir, task = RunDir(open_storage(str(tmp_path)), "run_task"), Keeping()
     task.break_at = break_at
-    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+    with small_task_alone(tmp_path, Saver.save_if_due), pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "build_task", lambda spec: task)
         if break_at is not None:
             with pytest.raises(StepFailed):
@@ -184,7 +184,7 @@ def test_a_first_pass_leaves_no_trace_in_the_task_and_ranks_with_nothing_to_do_a
 ) -> None:
     spec = SPEC.model_copy(update={"scaling": ScalingSpec(max_workers=64)})
     task, ctx = KeepsAll(), one_rank(spec, RunDir(open_storage(str(tmp_path)), "run_task"))
-    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+    with small_task_alone(tmp_path, Saver.save_if_due), pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "build_task", lambda spec: task)
         assert train(ctx) is None
     [started] = journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)
@@ -199,7 +199,7 @@ def test_a_generator_that_the_task_s_state_keeps_goes_on_after_a_restart(tmp_pat
     losses = []
     for name, break_at in (("calm", None), ("broken", 10)):
         run_dir, found = RunDir(open_storage(str(tmp_path)), f"run_{name}"), {}
-        with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+        with small_task_alone(tmp_path, Saver.save_if_due), pytest.MonkeyPatch.context() as patch:
             for attempt in (1, 2) if break_at else (1,):
                 task, ctx = KeepsAll(), one_rank(SPEC, run_dir, attempt=attempt)
                 patch.setattr(build, "build_task", lambda spec, task=task: task)

@@ -114,7 +114,7 @@ def _last_committed(progress: RankProgress) -> dict[str, Any] | str:
     assert replica is not None
     if not replica.state.complete:
         own = replica.own
-        copied = None if own is None else own.shadow.newest
+        copied = None if own is None else own.before.newest
         return copied or "the rank was between two states"
     if _is_torn(progress):
         return TORN
@@ -130,8 +130,8 @@ def save_last(ctx: WorkerContext, progress: RankProgress) -> bool:
     if replica is None:
         return False
     state, own = replica.state, replica.own
-    if not state.complete and own is not None and own.shadow.newest is not None:
-        state.load_state_dict(own.shadow.newest)
+    if not state.complete and own is not None and own.before.newest is not None:
+        state.load_state_dict(own.before.newest)
     if not state.complete or _is_torn(progress):
         return False
     replica.passes.moving.put_back()
@@ -285,14 +285,14 @@ class Rescue:
         return self._progress.replica
 
     def _is_whole(self) -> bool:
-        is_there = self._replica.state.complete or self._shadow() is not None
+        is_there = self._replica.state.complete or self._before() is not None
         return self._progress.phase in _WHOLE_IN and is_there
 
-    def _shadow(self) -> dict[str, Any] | None:
+    def _before(self) -> dict[str, Any] | None:
         """Return the copy of the state that a task's own step keeps, within one."""
         replica = self._progress.replica
         own = None if replica is None else replica.own
-        return None if own is None else own.shadow.newest
+        return None if own is None else own.before.newest
 
     def _copy(self) -> dict[str, Any] | None:
         """Return the state as the step began; None if something changes of which there is no
@@ -303,7 +303,7 @@ class Rescue:
     def _copy_here(self) -> dict[str, Any] | None:
         replica = self._replica
         if not replica.state.complete:
-            return self._into_memory(self._shadow())
+            return self._into_memory(self._before())
         state = self._live()
         before = replica.passes.moving.before_step()
         if before is None:
