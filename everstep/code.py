@@ -56,8 +56,10 @@ _MODULE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 OWN_PACKAGES = frozenset({"everstep", "service", "storage", "train_fn"})
 _STACK = frozenset(
-    ["cloudpickle", "google", "grpc", "numpy", "psutil", "pyarrow", "pydantic", "pydantic_core"]
-    + ["ray", "torch", "torchvision", "yaml"]
+    [
+        *("cloudpickle", "google", "grpc", "numpy", "psutil", "pyarrow", "pydantic"),
+        *("pydantic_core", "ray", "torch", "torchvision", "yaml"),
+    ]
 )
 """Packages that ranks import. User modules come first on the path and would shadow them."""
 

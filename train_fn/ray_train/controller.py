@@ -39,9 +39,9 @@ from train_fn.ray_train.ray_internals import (
 from train_fn.ray_train.scaling import GrowthRule, LiveNodes, LiveScalingPolicy
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.launch import YIELDED, ControllerOutcome, Engine
+from train_fn.recovery.links import SlowNodes
 from train_fn.recovery.marks import WorkersLimit
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.slow_nodes import SlowNodes
 
 _ASK_QUIET_S = 3.0
 """Seconds between two calls to every rank while nothing has moved for as long."""

@@ -27,11 +27,10 @@ from train_fn.ray_train.ray_internals import (
     ScalingPolicy,
     cluster_state,
 )
-from train_fn.recovery.links import ExcludedNodes
+from train_fn.recovery.links import ExcludedNodes, SlowNodes
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import Fit, NodeView, fit_workers, is_worth_growing
-from train_fn.recovery.slow_nodes import SlowNodes
 
 logger = logging.getLogger(__name__)
 
@@ -195,17 +194,14 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
     def dispensable(self) -> list[str]:
         """Return the nodes without which the smallest group would still fit; none if the GCS does
         not answer."""
-        try:
-            nodes = self._read_nodes()
-            held = self._held({node.node_id for node in nodes})
-        except Exception as exc:
-            logger.warning("the cluster's nodes could not be read: %s", exc)
+        room = self._room()
+        if room is None:
             return []
-        return [
-            node.node_id
-            for node in nodes
-            if not self._fit([other for other in nodes if other is not node], held).missing
-        ]
+        nodes = [node.node_id for node in room.nodes]
+        return [node for node in nodes if not self._fit_without(node, room).missing]
+
+    def _fit_without(self, node_id: str, room: _Room) -> Fit:
+        return self._fit([node for node in room.nodes if node.node_id != node_id], room.held)
 
     def _most_workers(self) -> int:
         """Return the most ranks that the run may have now, but at least its ``min_workers``."""
@@ -287,8 +283,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         known, attempt = progress.speeds, progress.attempt
 
         def has_room(slow_node: str) -> bool:
-            others = [node for node in room.nodes if node.node_id != slow_node]
-            return self._fit(others, room.held).num_workers >= num_ranks
+            return self._fit_without(slow_node, room).num_workers >= num_ranks
 
         judged = self._slow_nodes.judge(known, attempt, now)
         move = self._slow_nodes.leave(known, attempt, now, has_room)

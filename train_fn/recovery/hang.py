@@ -12,8 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from everstep.wire.events import EventKind
+from train_fn.recovery.links import SLOW_RATIO, SlowRank, Speeds
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.slow_nodes import SLOW_RATIO, SlowRank, Speeds
 
 # ---------------------------------------------------------------- collective trace
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from everstep.wire.events import EventKind
-from train_fn.recovery.slow_nodes import SLOW_RATIO
+from train_fn.recovery.links import SLOW_RATIO
 
 
 class StepClock:

@@ -11,10 +11,10 @@ import ray
 from storage.cluster import MarkedNode, encode_marks, write_marks_file
 from storage.filesystem import Storage
 from train_fn.ray_train import scaling
+from train_fn.recovery.links import SlowNodes
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
-from train_fn.recovery.slow_nodes import SlowNodes
 
 pytest_plugins = ["tests.support.storage_fixtures"]
 

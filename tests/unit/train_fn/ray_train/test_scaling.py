@@ -16,9 +16,9 @@ from everstep.wire.events import EventKind
 from train_fn.ray_train.ray_internals import NoopDecision, ResizeDecision
 from train_fn.ray_train.scaling import GrowthRule, LiveScalingPolicy
 from train_fn.recovery.hang import AttemptProgress
+from train_fn.recovery.links import SlowNodes, SlowRank, Speeds
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
-from train_fn.recovery.slow_nodes import SlowNodes, SlowRank, Speeds
 
 SETTINGS = RecoverySettings(resize_interval_s=0.0, growth_settle_s=0.0, growth_cooldown_s=0.0)
 TRAINING, LEFT = SimpleNamespace(finished=False), SimpleNamespace(finished=True)

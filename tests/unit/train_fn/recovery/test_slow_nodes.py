@@ -7,7 +7,7 @@ from hypothesis import given
 
 from everstep.wire.events import EventKind
 from train_fn.recovery.hang import ProgressTracker
-from train_fn.recovery.slow_nodes import AWAY_S, EVEN_LOOKS, SlowNodes, SlowRank, Speeds
+from train_fn.recovery.links import AWAY_S, EVEN_LOOKS, SlowNodes, SlowRank, Speeds
 
 
 def slow_on(*nodes: str) -> Speeds:
