@@ -22,8 +22,8 @@ MAX_LINES = {
     "everstep": 15_513,
     "storage": 5_713,
     "service": 27_261,
-    "train_fn": 49_048,
-    "tests": 91_637,
+    "train_fn": 49_036,
+    "tests": 91_630,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
