@@ -287,16 +287,10 @@ def _name_of_script(script: str) -> str:
 IGNORE_FILES = (".everstepignore", ".gitignore")
 """In order of precedence: a match in the first overrides the second."""
 _NEVER = frozenset(
-    {
-        ".git",
-        ".hg",
-        ".svn",
-        "__pycache__",
-        ".mypy_cache",
-        ".pytest_cache",
-        ".ruff_cache",
-        ".ipynb_checkpoints",
-    }
+    [
+        *(".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints"),
+        *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
+    ]
 )
 _SECRETS = re.compile(
     r"\.aws|\.ssh|\.git-credentials|[._]netrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519)"

@@ -197,18 +197,8 @@ class EmbeddedCluster:
             )
         size = ["--nodes", str(settings.nodes), "--cpus-per-node", str(settings.cpus_per_node)]
         returns = ["--node-return-s", str(settings.node_return_s)]
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "service.embedded.keeper",
-            str(settings.home),
-            "--temp-dir",
-            temp_dir,
-            *size,
-            *returns,
-            *flags,
-        ]
+        keeper = [sys.executable, "-P", "-m", "service.embedded.keeper", str(settings.home)]
+        command = [*keeper, "--temp-dir", temp_dir, *size, *returns, *flags]
         append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._child = os.posix_spawn(
             sys.executable,
@@ -318,14 +308,8 @@ def start_fork_server(temp_dir: str) -> int:
     """
     path = _fork_socket(temp_dir)
     path.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "train_fn.ray_train.fork_server",
-        str(path),
-        *PRELOADED_MODULES,
-    ]
+    module = "train_fn.ray_train.fork_server"
+    command = [sys.executable, "-P", "-m", module, str(path), *PRELOADED_MODULES]
     return os.posix_spawn(sys.executable, command, {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ})
 
 

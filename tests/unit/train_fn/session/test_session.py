@@ -69,6 +69,7 @@ def steps(ranks: list[Rank], count: int, **how: Any) -> None:
 def test_all_take_over_the_newest_state_that_a_node_still_has(start: Start) -> None:
     ranks = start()
     assert [rank.beginning for rank in ranks] == [("fresh", 0, 0.0)] * 2
+    assert len(journal_of(ranks[0].ctx).of_kind(EventKind.TRAINING_STARTED)) == 1
     steps(ranks, 3)
     both(Rank.gate, ranks)
     assert both(Rank.leave, ranks) == [(3, None)] * 2
