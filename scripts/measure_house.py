@@ -20,10 +20,10 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_513,
-    "storage": 5_713,
-    "service": 26_998,
+    "storage": 5_710,
+    "service": 26_993,
     "train_fn": 49_036,
-    "tests": 88_127,
+    "tests": 88_104,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -115,8 +115,7 @@ def _line(item: Event) -> str | None:
             node, stays = f"node {str(data.get('node_id'))[:8]}", data.get("stays")
             if stays is None:
                 return f"the ranks on {node} move: rank {data.get('rank')} is slow there"
-            found = "no rank" if stays else "a rank on another node"
-            return f"{found} is slow since the ranks have left {node}"
+            return f"{'no' if stays else 'another'} rank is slow since the ranks have left {node}"
         case EventKind.EVIDENCE:
             found = data.get("oom_line") or "its node counted out-of-memory kills"
             return f"the OOM killer ended rank {data.get('rank')}: {found}"

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import state as cluster_state
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient, InnerGcsClient, PlacementGroupID  # type: ignore[attr-defined]
-from ray.core.generated import autoscaler_pb2, common_pb2, node_manager_pb2, node_manager_pb2_grpc
+from ray.core.generated import autoscaler_pb2
 from ray.train.v2._internal.callbacks import BackendSetupCallback, DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME

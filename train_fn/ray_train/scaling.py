@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -152,13 +152,10 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._room_since = None
         if time.monotonic() < self._not_before:
             return NoopDecision()
-        return self._resize_to_what_is_there()
-
-    def _resize_to_what_is_there(self) -> ScalingDecision:
         room = self._room()
         away = self._slow_nodes.away(time.monotonic())
         if room is not None and away and room.fit.num_workers < self._most_workers():
-            self._slow_nodes.forgive(away)
+            self._slow_nodes.forgive()
             room = self._room()
         if room is None:
             return NoopDecision()
@@ -289,7 +286,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         move = self._slow_nodes.leave(known, attempt, now, has_room)
         for each in filter(None, (judged, move)):
             # in the attempt of the slow rank, so that a drill there is known as its cause
-            self._journal.emit(EventKind.STRAGGLER_MOVED, each.facts(), attempt=each.attempt)
+            facts = {**asdict(each.slow), "stays": each.stays}
+            self._journal.emit(EventKind.STRAGGLER_MOVED, facts, attempt=each.attempt)
         return move is not None
 
     @property
@@ -447,11 +445,8 @@ class LiveNodes:
         """Return the nodes as last read, if that is recent: while ranks train, the scaling policy
         reads them every second."""
         read_at, nodes = self._last_read
-        return (
-            nodes
-            if time.monotonic() - read_at < 2 * self._settings.resize_interval_s
-            else self.read()
-        )
+        is_recent = time.monotonic() - read_at < 2 * self._settings.resize_interval_s
+        return nodes if is_recent else self.read()
 
     def exclude(self, node_ids: Collection[str]) -> None:
         """Exclude nodes for a while that others do not reach, or that are not fit."""

@@ -11,7 +11,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from train_fn.recovery.sizing import NodeView
 
@@ -205,18 +204,10 @@ class NodeMove:
     stays: bool | None = None
     """Whether the slowness stayed with the node; None while nobody knows."""
 
-    def facts(self) -> dict[str, Any]:
-        """Return the data of its event."""
-        return {**dataclasses.asdict(self.slow), "stays": self.stays}
-
 
 class SlowNodes:
     """Remembers which nodes a run has left. One move at a time: the next one waits until it is
-    known whether the last one helped.
-
-    Args:
-        moves: whether the run moves at all.
-    """
+    known whether the last one helped. None are made without ``moves``."""
 
     def __init__(self, *, moves: bool) -> None:
         self._moves = moves
@@ -263,10 +254,9 @@ class SlowNodes:
         """Return the nodes that the run stays away from."""
         return frozenset(node for node, until in self._until.items() if now < until)
 
-    def forgive(self, nodes: Collection[str]) -> None:
-        """Use nodes again: a slow one is better than none."""
-        for node in nodes:
-            self._until.pop(node, None)
+    def forgive(self) -> None:
+        """Use all nodes again: a slow one is better than none."""
+        self._until.clear()
 
     def mark(self, nodes: Iterable[NodeView], now: float) -> tuple[NodeView, ...]:
         """Return the nodes, with those to stay away from as draining."""

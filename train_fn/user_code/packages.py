@@ -105,18 +105,10 @@ def _version_of(name: str) -> str | None:
 
 def _pip(*arguments: str) -> str:
     """Run pip, and return its standard output. Raises BadTask with the end of its error output."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--no-input",
-        "--quiet",
-        *arguments,
-    ]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=INSTALL_S, check=False
+            [*pip, *arguments], capture_output=True, text=True, timeout=INSTALL_S, check=False
         )
     except subprocess.TimeoutExpired as exc:
         raise BadTask(

@@ -108,17 +108,10 @@ class NodeMarkStore(NodeMarks):
             )
             .exists()
         )
+        names = ("run_id", "kind", "at", "attempt", "submission", "data")
+        archive = runs.c.spec["code", "archive"].as_string().label("archive")
         query = (
-            select(
-                events.c.run_id,
-                events.c.kind,
-                events.c.at,
-                events.c.attempt,
-                events.c.submission,
-                events.c.data,
-                runs.c.owner,
-                runs.c.spec["code", "archive"].as_string().label("archive"),
-            )
+            select(*(events.c[name] for name in names), runs.c.owner, archive)
             .join(runs, runs.c.id == events.c.run_id)
             .where(events.c.at >= since, ~ordered)
         )
