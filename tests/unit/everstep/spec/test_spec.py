@@ -74,6 +74,7 @@ CONTRACT: dict[str, Any] = {
         "max_system_failures": 100,
         "hang_timeout_s": None,
         "in_process": True,
+        "stragglers": "report",
         "deadline_s": None,
     },
     "resume_from": None,
