@@ -33,66 +33,89 @@ class RunFigures:
         self._clock = clock
         self._last_verdict: dict[str, str] = {}
         self._projects: set[str] = set()
-
-        def counter(name: str, words: str, *labels: str) -> Counter:
-            return Counter(name, words, labels, registry=self.registry)
-
-        def seconds(name: str, words: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(name, words, labels, buckets=buckets, registry=self.registry)
-
-        both = ("project", "verdict")
-        self.queue_s = seconds(
+        registry = self.registry
+        self.queue_s = Histogram(
             "everstep_queue_seconds",
             "Seconds that runs waited before their first job.",
-            _QUEUE_S,
-            "project",
+            ("project",),
+            buckets=_QUEUE_S,
+            registry=registry,
         )
-        self.failures = counter("everstep_failures", "Failures of attempts.", *both)
-        self.restarts = counter("everstep_restarts", "Failures after which the run went on.", *both)
-        self.recovery_s = seconds(
+        self.failures = Counter(
+            "everstep_failures", "Failures of attempts.", ("project", "verdict"), registry=registry
+        )
+        self.restarts = Counter(
+            "everstep_restarts",
+            "Failures after which the run went on.",
+            ("project", "verdict"),
+            registry=registry,
+        )
+        self.recovery_s = Histogram(
             "everstep_recovery_seconds",
             "Seconds from noticing a failure to the first step after it.",
-            _RECOVERY_S,
-            *both,
+            ("project", "verdict"),
+            buckets=_RECOVERY_S,
+            registry=registry,
         )
-        self.detection_s = seconds(
+        self.detection_s = Histogram(
             "everstep_detection_seconds",
             "Seconds from a failure to its notice.",
-            _RECOVERY_S,
-            "project",
+            ("project",),
+            buckets=_RECOVERY_S,
+            registry=registry,
         )
-        self.steps_lost = counter(
-            "everstep_steps_lost", "Steps that had to be done again.", "project"
+        self.steps_lost = Counter(
+            "everstep_steps_lost",
+            "Steps that had to be done again.",
+            ("project",),
+            registry=registry,
         )
-        self.steps = counter(
-            "everstep_steps", "Steps that were reported, repeated ones too.", "project"
+        self.steps = Counter(
+            "everstep_steps",
+            "Steps that were reported, repeated ones too.",
+            ("project",),
+            registry=registry,
         )
-        self.stall_s = seconds(
+        self.stall_s = Histogram(
             "everstep_checkpoint_stall_seconds",
             "Seconds that training stood still for a checkpoint.",
-            _STALL_S,
-            "project",
+            ("project",),
+            buckets=_STALL_S,
+            registry=registry,
         )
-        self.write_s = seconds(
+        self.write_s = Histogram(
             "everstep_checkpoint_write_seconds",
             "Seconds from the copy to the commit of a checkpoint.",
-            _WRITE_S,
-            "project",
+            ("project",),
+            buckets=_WRITE_S,
+            registry=registry,
         )
-        self.checkpoint_bytes = counter(
-            "everstep_checkpoint_bytes", "Bytes of committed checkpoints.", "project"
+        self.checkpoint_bytes = Counter(
+            "everstep_checkpoint_bytes",
+            "Bytes of committed checkpoints.",
+            ("project",),
+            registry=registry,
         )
-        self.checkpoints = counter("everstep_checkpoints", "Saves by result.", "project", "result")
-        self.stragglers = counter(
-            "everstep_stragglers", "Ranks that began to hold their peers up.", "project"
+        self.checkpoints = Counter(
+            "everstep_checkpoints", "Saves by result.", ("project", "result"), registry=registry
         )
-        self.moves = counter(
-            "everstep_straggler_moves", "Moves away from a node with a slow rank.", "project"
+        self.moves = Counter(
+            "everstep_straggler_moves",
+            "Moves away from a node with a slow rank.",
+            ("project",),
+            registry=registry,
         )
-        self.event_lag_s = seconds(
+        self.stragglers = Counter(
+            "everstep_stragglers",
+            "Ranks that began to hold their peers up.",
+            ("project",),
+            registry=registry,
+        )
+        self.event_lag_s = Histogram(
             "everstep_event_lag_seconds",
             "Seconds from an event on the cluster to its place in the database.",
-            _LAG_S,
+            buckets=_LAG_S,
+            registry=registry,
         )
 
     def started(self, run: RunRow, waited_s: float) -> None:

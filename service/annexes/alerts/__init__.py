@@ -5,32 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from service.annex import Annex, Beside, PageLink
+from service.annex import Annex, Beside, PageLink, ServiceParts
 from service.annexes.alerts import pages, routes
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import TELLING_KINDS, DeliveryStore, IncidentStore, apply_alerts
 from service.annexes.alerts.tables import alerts
-from service.api.answers import ServiceLinks
-from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.tables import TableHooks
-from service.parts import ServiceParts
 from service.reconciler.loop import Background
-from service.settings import Settings
 
 INTERVAL_S: Final = 1.0
 
 
 def beside(parts: ServiceParts) -> Sequence[Beside]:
     """Return the work that sends messages."""
-    settings, database = parts[Settings], parts[Database]
+    settings = parts.settings
     sender = AlertSender(
-        DeliveryStore(database),
-        IncidentStore(database),
-        EventStore(database),
+        DeliveryStore(parts.database),
+        IncidentStore(parts.database),
+        EventStore(parts.database),
         settings.notify,
         settings.mail,
-        parts[ServiceLinks].public_url,
+        parts.public_url,
     )
     return [Background(INTERVAL_S, sender.work)]
 

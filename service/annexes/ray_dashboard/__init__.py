@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from service.annex import Annex
+from service.annex import Annex, ServiceParts
 from service.annexes.ray_dashboard import pages
 from service.annexes.ray_dashboard.relay import RayDashboard
-from service.cluster.ray_jobs import RayJobs
-from service.parts import ServiceParts
 
 
 def opened(parts: ServiceParts) -> RayDashboard:
     """Return the way to Ray's dashboard."""
-    return RayDashboard(parts[RayJobs].endpoint)
+    return RayDashboard(parts.endpoint)
 
 
 RAY_DASHBOARD: Final = Annex(

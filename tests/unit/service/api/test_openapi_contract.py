@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from service.cluster.ray_jobs import RayJobs
+from service.annexes.registry import ANNEXES
+from service.api.context import ApiContext
 from service.db.engine import Database
-from service.process.app import composed, create_app
+from service.process.app import create_app
 from service.settings import Settings
 from storage.filesystem import open_storage
 from tests.support.api_service import OneNodeCluster
@@ -30,17 +31,16 @@ OPEN = {"/healthz", "/readyz"}
 def described() -> dict[str, Any]:
     """What the application says of itself, but for its version."""
     with tempfile.TemporaryDirectory() as directory:
-        database = Database(f"sqlite:///{directory}/x.db")
-        parts = composed(
-            Settings(home=Path(directory)),
-            database,
+        context = ApiContext(
+            Database(f"sqlite:///{directory}/x.db"),
             open_storage(directory),
             OneNodeCluster(),
-            RayJobs(lambda: None),
-            lag_s=lambda: None,
+            lambda: None,
+            settings=Settings(home=Path(directory)),
+            annexes=ANNEXES,
         )
-        schema: dict[str, Any] = json.loads(json.dumps(create_app(parts).openapi()))
-        database.close()
+        schema: dict[str, Any] = json.loads(json.dumps(create_app(context).openapi()))
+        context.database.close()
     schema["info"].pop("version")
     return schema
 
