@@ -20,10 +20,10 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_513,
-    "storage": 5_713,
+    "storage": 5_710,
     "service": 27_251,
     "train_fn": 49_048,
-    "tests": 91_637,
+    "tests": 91_634,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
