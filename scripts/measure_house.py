@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_513,
+    "everstep": 15_511,
     "storage": 5_710,
-    "service": 27_251,
-    "train_fn": 49_048,
-    "tests": 91_634,
+    "service": 27_249,
+    "train_fn": 49_044,
+    "tests": 91_631,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

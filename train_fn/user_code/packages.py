@@ -107,6 +107,7 @@ def _pip(*arguments: str) -> str:
     """Run pip, and return its standard output. Raises BadTask with the end of its error output."""
     command = [
         sys.executable,
+        "-P",
         "-m",
         "pip",
         "--disable-pip-version-check",

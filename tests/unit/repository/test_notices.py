@@ -33,8 +33,7 @@ class Cloud:
         self.answers: dict[str, Any] = {}
         self.slow_s = 0.0
         soon = datetime.now(UTC) + timedelta(seconds=100)
-        times = {AWS_SOON: f"{soon:%Y-%m-%dT%H:%M:%SZ}"}
-        times[AZURE_SOON] = format_datetime(soon, usegmt=True)
+        aws_soon, azure_soon = f"{soon:%Y-%m-%dT%H:%M:%SZ}", format_datetime(soon, usegmt=True)
         cloud = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -48,9 +47,8 @@ class Cloud:
                 with contextlib.suppress(OSError):  # who asked has given up
                     self.send_response(404 if answer is None else 200 if is_asked_well else 403)
                     self.end_headers()
-                    for word, moment in times.items():
-                        answer = (answer or "").replace(word, moment)
-                    self.wfile.write((answer or "").encode())
+                    body = (answer or "").replace(AWS_SOON, aws_soon)
+                    self.wfile.write(body.replace(AZURE_SOON, azure_soon).encode())
 
             def do_PUT(self) -> None:
                 self.send_response(200)
