@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_513,
+    "everstep": 15_511,
     "storage": 5_710,
-    "service": 27_251,
-    "train_fn": 49_036,
-    "tests": 88_131,
+    "service": 27_249,
+    "train_fn": 49_037,
+    "tests": 88_193,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

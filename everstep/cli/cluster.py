@@ -125,7 +125,7 @@ def _drain_this_node(deadline_s: float | None, reason: str | None, *, wait: bool
     words_of = raylets[0].cmdline()
     given = dict(word.lstrip("-").split("=", 1) for word in words_of if "=" in word)
     node_id, address = given["node_id"], given["gcs-address"]
-    order = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node_id]
+    order = [sys.executable, "-P", "-m", "ray.scripts.scripts", "drain-node", "--node-id", node_id]
     order += ["--address", address, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     order += ["--reason-message", reason or "everstep drain --this-node"]
     if deadline_s is not None:

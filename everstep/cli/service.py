@@ -38,14 +38,7 @@ from everstep.text import words
 from everstep.wire import ClusterInfo, Node
 from everstep.wire.cluster import StorageStatus
 
-SERVER_MODULES = (
-    "fastapi",
-    "uvicorn",
-    "sqlalchemy",
-    "ray",
-    "torch",
-    "torchvision",
-)
+SERVER_MODULES = ("fastapi", "uvicorn", "sqlalchemy", "ray", "torch", "torchvision")
 
 
 def require_server() -> None:

@@ -11,11 +11,5 @@ from service.annexes.drills import DRILLS
 from service.annexes.nodes import NODES
 from service.annexes.ray_dashboard import RAY_DASHBOARD
 
-ANNEXES: Final[tuple[Annex, ...]] = (
-    ACCESS,
-    RAY_DASHBOARD,
-    DRILLS,
-    NODES,
-    ALERTS,
-)
+ANNEXES: Final[tuple[Annex, ...]] = (ACCESS, RAY_DASHBOARD, DRILLS, NODES, ALERTS)
 """Where several fill one place of a page, they follow each other in this order."""

@@ -34,16 +34,8 @@ class Replica:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.home, self.port = home, free_port()
-        self._command = [
-            sys.executable,
-            "-m",
-            "everstep.cli.main",
-            "serve",
-            "--port",
-            str(self.port),
-            "--ray-address",
-            ray_url,
-        ]
+        self._command = [sys.executable, "-m", "everstep.cli.main", "serve"]
+        self._command += ["--port", str(self.port), "--ray-address", ray_url]
         self._command += ["--database", database_url, "--storage", str(storage)]
         own = {
             "EVERSTEP_HOME": str(home),

@@ -105,10 +105,14 @@ def _version_of(name: str) -> str | None:
 
 def _pip(*arguments: str) -> str:
     """Run pip, and return its standard output. Raises BadTask with the end of its error output."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
+    pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input"]
     try:
         done = subprocess.run(
-            [*pip, *arguments], capture_output=True, text=True, timeout=INSTALL_S, check=False
+            [*pip, "--quiet", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as exc:
         raise BadTask(

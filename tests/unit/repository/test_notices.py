@@ -22,7 +22,8 @@ import pytest
 from tests.support.service_process import wait_for
 
 PROGRAM = Path(__file__).parents[3] / "deploy" / "notices" / "notices.py"
-SOON = datetime.now(UTC) + timedelta(seconds=100)
+AWS_SOON, AZURE_SOON = "@aws-soon", "@azure-soon"
+"""Stand for the same time, 100 s after the beginning of a test."""
 
 
 class Cloud:
@@ -31,6 +32,8 @@ class Cloud:
     def __init__(self, directory: Path) -> None:
         self.answers: dict[str, Any] = {}
         self.slow_s = 0.0
+        soon = datetime.now(UTC) + timedelta(seconds=100)
+        aws_soon, azure_soon = f"{soon:%Y-%m-%dT%H:%M:%SZ}", format_datetime(soon, usegmt=True)
         cloud = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -44,7 +47,8 @@ class Cloud:
                 with contextlib.suppress(OSError):  # who asked has given up
                     self.send_response(404 if answer is None else 200 if is_asked_well else 403)
                     self.end_headers()
-                    self.wfile.write((answer or "").encode())
+                    body = (answer or "").replace(AWS_SOON, aws_soon)
+                    self.wfile.write(body.replace(AZURE_SOON, azure_soon).encode())
 
             def do_PUT(self) -> None:
                 self.send_response(200)
@@ -96,7 +100,7 @@ def azure(**event: Any) -> dict[str, str]:
         "EventType": "Preempt",
         "EventStatus": "Scheduled",
         "Resources": ["vm1"],
-        "NotBefore": format_datetime(SOON, usegmt=True),
+        "NotBefore": AZURE_SOON,
     } | event
     name = "/metadata/instance/compute/name"
     return {name: "vm1", "/metadata/scheduledevents": json.dumps({"Events": [event]})}
@@ -109,7 +113,7 @@ def azure(**event: Any) -> dict[str, str]:
             "aws",
             {
                 "/latest/meta-data/spot/instance-action": json.dumps(
-                    {"action": "terminate", "time": f"{SOON:%Y-%m-%dT%H:%M:%SZ}"}
+                    {"action": "terminate", "time": AWS_SOON}
                 )
             },
             30,
@@ -143,7 +147,7 @@ def test_a_notice_that_follows_a_recommendation_is_heard_too(cloud: Cloud) -> No
     cloud.answers = {"/latest/meta-data/events/recommendations/rebalance": "{}"}
     cloud.watch("aws")
     wait_for(lambda: len(cloud.drains()) == 1, 20, "the first drain")
-    action = {"action": "terminate", "time": f"{SOON:%Y-%m-%dT%H:%M:%SZ}"}
+    action = {"action": "terminate", "time": AWS_SOON}
     cloud.answers["/latest/meta-data/spot/instance-action"] = json.dumps(action)
     wait_for(lambda: len(cloud.drains()) == 2, 20, "the second drain")
     assert "terminate" in cloud.drains()[1]
