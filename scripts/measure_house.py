@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_710,
     "service": 27_249,
     "train_fn": 49_037,
-    "tests": 88_193,
+    "tests": 88_212,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.store import CheckpointStore
+from storage.claims import claim_attempt
 from storage.errors import CheckpointReplaced, CorruptFile
 from storage.filesystem import open_storage
 from storage.run_dir import CheckpointName, RunDir
@@ -221,3 +222,21 @@ def test_an_older_submission_deletes_nothing(run_dir: RunDir) -> None:
     record_restored(run_dir, 2, 30)
     assert store.retain(1, None, (1, 1)) == []
     assert len(store.retain(1, None, (2, 1))) == 2
+
+
+def test_an_attempt_that_is_replaced_while_it_deletes_deletes_nothing(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_attempt(run_dir, (1, 1))
+    for step in (10, 20, 30):
+        save(run_dir, step)
+    delete_file = run_dir.files.delete_file
+
+    def delete_and_be_replaced(path: str) -> None:
+        delete_file(path)
+        if not run_dir.files.exists(run_dir.claim_path((1, 2))):
+            claim_attempt(run_dir, (1, 2))
+
+    monkeypatch.setattr(run_dir.files, "delete_file", delete_and_be_replaced)
+    assert CheckpointStore(run_dir).retain(1, None, (1, 1)) == []
+    assert [manifest.step for manifest in CheckpointStore(run_dir).list()] == [10, 20, 30]
