@@ -26,7 +26,7 @@ from service.db.ids import RUN_ID_PATTERN
 from service.db.run_lookup import Place
 from service.model.operator_rules import NO_PRICES, Prices
 from service.model.rows import EventRow, TransitionRow, maybe_time, to_time
-from service.model.run_rows import ListedRun, RunRow, RunSummary
+from service.model.run_rows import ListedRun, RunHead, RunRow, RunSummary
 from service.projections.goodput import TimeLedger
 from service.projections.protection import ENDED, progress_of, protection, usage_of
 
@@ -178,7 +178,7 @@ Cursor = Annotated[
 ]
 
 
-def run_cursor(run: RunSummary) -> str:
+def run_cursor(run: RunHead) -> str:
     """Return the cursor after this run in a list of runs, newest first."""
     return encode_run_cursor(run.created_at, run.id)
 

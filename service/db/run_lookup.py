@@ -36,7 +36,7 @@ from sqlalchemy import (
 
 from everstep.wire import RunStatus
 from service.db.tables import run_tags, runs
-from service.model.run_rows import RunRow
+from service.model.run_rows import RunHead, RunRow
 
 Columns = Select[*tuple[Any, ...]]
 """What to select of each run: a query of ``runs`` without conditions."""
@@ -158,7 +158,7 @@ _NUMBERS: Final = (
     "restarts",
     "steps_lost",
 )
-_PLACES: Final = select(runs.c.id, runs.c.created_at)
+HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
 _IN_JSON: Final = re.compile(r"(metrics|spec)\.(.{1,300})", re.DOTALL)
 _PATH_PART: Final = re.compile(r'[^\x00-\x1f"\\\ud800-\udfff]{1,128}')
 KEYS: Final = (*_NUMBERS, *_TEXTS, "best", "duration", "goodput", "metrics.NAME", "spec.FIELD")
@@ -216,8 +216,8 @@ def ordered_page(
     limit: int,
     after: OrderPlace | None,
     now: float,
-) -> tuple[list[str], OrderPlace | None]:
-    """Return the ids of a page, and the place of its last run if more follow.
+) -> tuple[list[RunHead], OrderPlace | None]:
+    """Return the heads of a page, and the place of its last run if more follow.
 
     Args:
         connection: to the database.
@@ -231,8 +231,8 @@ def ordered_page(
     number, text = _order_value(connection.dialect, order, now)
     text = func.lower(func.substr(text, 1, _TEXT_CHARS))
     kind = case((number.is_not(None), 0), (text.is_not(None), 1), else_=2)
-    places = matching(
-        _PLACES.add_columns(kind, number, text).order_by(
+    heads = matching(
+        HEADS.add_columns(kind, number, text).order_by(
             kind,
             *(each.desc() if order.descending else each.asc() for each in (number, text)),
             runs.c.created_at.desc(),
@@ -241,13 +241,13 @@ def ordered_page(
         where,
     )
     if after is not None:
-        places = places.where(_behind_in_order(order, after, kind, number, text))
-    rows = connection.execute(places.limit(limit + 1)).all()
-    found = [row.id for row in rows[:limit]]
+        heads = heads.where(_behind_in_order(order, after, kind, number, text))
+    rows = connection.execute(heads.limit(limit + 1)).all()
+    found = [RunHead._make(row[:3]) for row in rows[:limit]]
     if len(rows) <= limit:
         return found, None
     last = rows[limit - 1]
-    return found, OrderPlace(now, last[2], last[3], last[4], last.created_at, last.id)
+    return found, OrderPlace(now, last[3], last[4], last[5], last.created_at, last.id)
 
 
 def _behind_in_order(

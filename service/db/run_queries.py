@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Final
 
-from sqlalchemy import Row, bindparam, func, select
+from sqlalchemy import bindparam, func, select
 
 from everstep.wire import GoodputBuckets, ProjectGoodput, RunStatus
 from service.db.engine import Store
 from service.db.run_lookup import (
     EVERY_RUN,
+    HEADS,
     Place,
     RunFilter,
     RunOrder,
@@ -22,11 +23,13 @@ from service.db.run_lookup import (
 from service.db.run_lookup import OrderPlace as OrderedPlace
 from service.db.tables import IS_LIVE, runs, transitions
 from service.model.rows import TransitionRow
-from service.model.run_rows import ListedRun, RunRow
+from service.model.run_rows import ListedRun, RunHead, RunRow
 from service.projections.goodput import BUCKETS, TimeLedger
 
 _ROWS: Final = RunRow.select(runs)
-_LISTED: Final = ListedRun.select(runs)
+_LISTED_BY_IDS: Final = ListedRun.select(runs).where(
+    runs.c.id.in_(bindparam("ids", expanding=True))
+)
 _STATUS_COUNTS: Final = select(runs.c.status, func.count())
 _LIVE: Final = _ROWS.where(IS_LIVE).order_by(runs.c.created_at, runs.c.id)
 _LIVE_HEADS: Final = (
@@ -73,32 +76,28 @@ class RunQueries(Store):
                 for row in connection.execute(page_query(_ROWS, where, limit, before)).all()
             ]
 
-    def page(self, where: RunFilter, limit: int, before: Place | None = None) -> list[Listed]:
-        """Return the runs of a page, as ``find`` does, with their transitions."""
+    def page(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunHead]:
+        """Return the heads of the runs of a page, as ``find`` does; ``listed`` returns the rest."""
         with self._database.read() as connection:
-            query = page_query(_LISTED, where, limit, before)
-            return self._with_transitions(connection.execute(query).all())
+            rows = connection.execute(page_query(HEADS, where, limit, before))
+            return [RunHead._make(row) for row in rows]
 
     def ordered(
         self, where: RunFilter, order: RunOrder, limit: int, after: OrderedPlace | None = None
-    ) -> tuple[list[Listed], OrderedPlace | None]:
-        """Return a page in another order, and the place of its last run if more follow."""
+    ) -> tuple[list[RunHead], OrderedPlace | None]:
+        """Return the heads of a page in another order, and the place of its last run if more
+        follow."""
         with self._database.read() as connection:
-            ids, last = ordered_page(connection, where, order, limit, after, self.clock())
-            query = _LISTED.where(runs.c.id.in_(ids))
-            found = {one[0].id: one for one in self._with_transitions(connection.execute(query))}
-        return [found[run_id] for run_id in ids], last
+            return ordered_page(connection, where, order, limit, after, self.clock())
 
-    def one(self, run_id: str) -> Listed | None:
-        """Return a run as lists show it; None if it does not exist."""
+    def listed(self, run_ids: Collection[str]) -> dict[str, Listed]:
+        """Return these runs by id. Deleted runs are left out."""
+        if not run_ids:
+            return {}
         with self._database.read() as connection:
-            found = connection.execute(_LISTED.where(runs.c.id == run_id)).all()
-            return next(iter(self._with_transitions(found)), None)
-
-    def _with_transitions(self, rows: Iterable[Row[Any]]) -> list[Listed]:
-        found = [ListedRun.read(row) for row in rows]
-        changes = self.transitions([run.id for run in found])
-        return [(run, changes[run.id]) for run in found]
+            found = connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()
+            changes = self.transitions(run_ids)
+        return {run.id: (run, changes[run.id]) for run in map(ListedRun.read, found)}
 
     def live(self) -> list[RunRow]:
         """Return every run that the reconciler works on, oldest first: neither ended nor paused."""

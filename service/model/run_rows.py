@@ -226,6 +226,14 @@ class ListedRun(RunSummary):
         return run
 
 
+class RunHead(NamedTuple):
+    """A run's place in a list, and the version of its row."""
+
+    id: str
+    created_at: float
+    row_version: int
+
+
 # ---------------------------------------------------------------- stored spec
 
 # What the service reads of a stored spec.

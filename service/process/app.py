@@ -42,6 +42,7 @@ from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
 from service.parts import ServiceParts
 from service.runs import checkpoints, history, routes, submission
+from service.runs.views import KeptAnswers
 from service.settings import CannotStart, ServiceLock, Settings
 from service.storage_identity import StorageGate, begin_with
 from service.submission_rules.allowed import StorageRoots
@@ -105,6 +106,7 @@ def composed(
     parts.add(EventFeed(events))
     parts.add(Followers(tokens, sessions))
     parts.add(LogViews(storage))
+    parts.add(KeptAnswers())
     parts.add(health.Figures(runs, ready, figures or RunFigures(clock)))
     return parts
 

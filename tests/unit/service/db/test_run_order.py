@@ -60,7 +60,7 @@ def read(
     after: OrderPlace | None = None
     while True:
         heads, after = runs.ordered(where or RunFilter(), order, limit, after)
-        found += [run.id for run, _ in heads]
+        found += [head.id for head in heads]
         if after is None:
             return found
         assert len(heads) == limit
@@ -132,12 +132,12 @@ def test_runs_that_come_and_change_between_pages_skip_and_repeat_none(
     fresh, _ = runs.create(parse_spec(spec(name="new")), "tok")
     with database.write() as connection:  # a run of the first page ends
         connection.execute(
-            update(table).where(table.c.id == first[0][0].id).values(finished_at=clock.now)
+            update(table).where(table.c.id == first[0].id).values(finished_at=clock.now)
         )
     rest: list[str] = []
     while after is not None:
         heads, after = runs.ordered(RunFilter(), order, 5, after)
-        rest += [run.id for run, _ in heads]
+        rest += [head.id for head in heads]
     assert [each for each in rest if each != fresh.id] == expected[5:] and len(rows) == 12
 
 

@@ -115,7 +115,7 @@ def test_pages_of_every_kind_are_the_whole_list_cut(
     }
     seen, before = [], None
     while page := runs.page(where, 2, before):
-        seen += [run for run, _ in page]
+        seen += page
         before = (seen[-1].created_at, seen[-1].id)
     assert len(seen) == len(wanted) > 2 and {run.id for run in seen} == wanted
     assert [run.created_at for run in seen] == sorted(
@@ -158,7 +158,7 @@ def test_filters_hold_together_whatever_they_are(runs: RunStore) -> None:
             )
         }
         assert {run.id for run in runs.find(where, 100)} == expected, where
-        assert {run.id for run, _ in runs.page(where, 100, None)} == expected, where
+        assert {run.id for run in runs.page(where, 100, None)} == expected, where
         num_asked += 1
     assert num_asked == 2 * 2 * 3 * 2 * 4
 

@@ -90,9 +90,7 @@ def test_a_run_with_an_old_spec_is_listed_and_scheduled(runs: RunStore, database
     old = OLD | {"resume_from": {"run_id": "run_0", "step": 12, "of_the_future": True}}
     with database.write() as connection:
         connection.execute(update(tables.runs).values(spec=old))
-    found = runs.one(run.id)
-    assert found is not None
-    listed, _ = found
+    listed, _ = runs.listed([run.id])[run.id]
     assert isinstance(listed, ListedRun) and listed.max_system_failures is None
     assert run_json(listed, [], LINKS, NOON)["forked_from"] == {"run_id": "run_0", "step": 12}
     assert [facts_of(live).max_workers for live in runs.live()] == [1]
