@@ -18,15 +18,10 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from everstep.spec.run_spec import RunSpec
-    from service.api.callers import Principal
-    from service.api.context import ApiContext
-    from service.cluster.ray_jobs import RayEndpoint, RayJobs
-    from service.db.engine import Database
     from service.db.tables import TableHooks
     from service.model.rows import Role
     from service.model.run_rows import RunRow
-    from service.settings import Settings
-    from storage.filesystem import Storage
+    from service.parts import ServiceParts
 
 Slot = Literal[
     "log_in",
@@ -62,19 +57,6 @@ class Beside(Protocol):
         """Cancel the work."""
 
 
-@dataclass(frozen=True)
-class ServiceParts:
-    """What a starting service has for its annexes."""
-
-    settings: Settings
-    database: Database
-    """For work beside the reconciler, it refuses writes of a process that does not lead."""
-    storage: Storage
-    ray: RayJobs
-    endpoint: Callable[[], RayEndpoint | None]
-    public_url: str
-
-
 @dataclass(frozen=True, eq=False)
 class Annex:
     """One feature beside the core."""
@@ -91,27 +73,30 @@ class Annex:
     """Package with its folder ``templates``; None if it has none. Names of templates are unique."""
     slots: Mapping[Slot, str] = field(default_factory=dict)
     """Templates that fill places in pages of the core."""
-    page_values: Callable[[ApiContext], Mapping[str, Any]] | None = None
+    page_values: Callable[[ServiceParts], Mapping[str, Any]] | None = None
     """Values for its templates in slots, of every page."""
-    run_values: Callable[[ApiContext, RunRow, Principal], Awaitable[Mapping[str, Any]]] | None = (
-        None
-    )
+    run_values: Callable[[ServiceParts, RunRow], Awaitable[Mapping[str, Any]]] | None = None
     """Values for its templates in slots, of the page of a run."""
     relays_ray: bool = False
     """Whether ``/ray/`` passes on Ray's dashboard. Links then lead there, not to the cluster."""
 
     tables: TableHooks | None = None
-    spec_checks: Mapping[str, Callable[[ApiContext, RunSpec], Awaitable[None]]] = field(
+    spec_checks: Mapping[str, Callable[[ServiceParts, RunSpec], Awaitable[None]]] = field(
         default_factory=dict
     )
     """By field of a spec that only this annex serves: raises InvalidSpec. Without the annex, a spec
     with the field is refused."""
 
     beside: Callable[[ServiceParts], Sequence[Beside]] | None = None
-    """Makes its work beside the reconciler."""
+    """Makes its work beside the reconciler. The database of these parts refuses writes of a process
+    that does not lead."""
     opened: Callable[[ServiceParts], AbstractAsyncContextManager[object] | None] | None = None
-    """Opens what its routes need as long as the service runs; ``context.part`` returns it. None
-    where the settings want none."""
+    """Opens what its routes need as long as the service runs, one of its parts. None where the
+    settings want none."""
+
+
+class Annexes(tuple[Annex, ...]):
+    """The annexes of one service."""
 
 
 def hooks_of(annexes: Sequence[Annex]) -> tuple[TableHooks, ...]:

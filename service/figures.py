@@ -33,89 +33,66 @@ class RunFigures:
         self._clock = clock
         self._last_verdict: dict[str, str] = {}
         self._projects: set[str] = set()
-        registry = self.registry
-        self.queue_s = Histogram(
+
+        def counter(name: str, words: str, *labels: str) -> Counter:
+            return Counter(name, words, labels, registry=self.registry)
+
+        def seconds(name: str, words: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, words, labels, buckets=buckets, registry=self.registry)
+
+        both = ("project", "verdict")
+        self.queue_s = seconds(
             "everstep_queue_seconds",
             "Seconds that runs waited before their first job.",
-            ("project",),
-            buckets=_QUEUE_S,
-            registry=registry,
+            _QUEUE_S,
+            "project",
         )
-        self.failures = Counter(
-            "everstep_failures", "Failures of attempts.", ("project", "verdict"), registry=registry
-        )
-        self.restarts = Counter(
-            "everstep_restarts",
-            "Failures after which the run went on.",
-            ("project", "verdict"),
-            registry=registry,
-        )
-        self.recovery_s = Histogram(
+        self.failures = counter("everstep_failures", "Failures of attempts.", *both)
+        self.restarts = counter("everstep_restarts", "Failures after which the run went on.", *both)
+        self.recovery_s = seconds(
             "everstep_recovery_seconds",
             "Seconds from noticing a failure to the first step after it.",
-            ("project", "verdict"),
-            buckets=_RECOVERY_S,
-            registry=registry,
+            _RECOVERY_S,
+            *both,
         )
-        self.detection_s = Histogram(
+        self.detection_s = seconds(
             "everstep_detection_seconds",
             "Seconds from a failure to its notice.",
-            ("project",),
-            buckets=_RECOVERY_S,
-            registry=registry,
+            _RECOVERY_S,
+            "project",
         )
-        self.steps_lost = Counter(
-            "everstep_steps_lost",
-            "Steps that had to be done again.",
-            ("project",),
-            registry=registry,
+        self.steps_lost = counter(
+            "everstep_steps_lost", "Steps that had to be done again.", "project"
         )
-        self.steps = Counter(
-            "everstep_steps",
-            "Steps that were reported, repeated ones too.",
-            ("project",),
-            registry=registry,
+        self.steps = counter(
+            "everstep_steps", "Steps that were reported, repeated ones too.", "project"
         )
-        self.stall_s = Histogram(
+        self.stall_s = seconds(
             "everstep_checkpoint_stall_seconds",
             "Seconds that training stood still for a checkpoint.",
-            ("project",),
-            buckets=_STALL_S,
-            registry=registry,
+            _STALL_S,
+            "project",
         )
-        self.write_s = Histogram(
+        self.write_s = seconds(
             "everstep_checkpoint_write_seconds",
             "Seconds from the copy to the commit of a checkpoint.",
-            ("project",),
-            buckets=_WRITE_S,
-            registry=registry,
+            _WRITE_S,
+            "project",
         )
-        self.checkpoint_bytes = Counter(
-            "everstep_checkpoint_bytes",
-            "Bytes of committed checkpoints.",
-            ("project",),
-            registry=registry,
+        self.checkpoint_bytes = counter(
+            "everstep_checkpoint_bytes", "Bytes of committed checkpoints.", "project"
         )
-        self.checkpoints = Counter(
-            "everstep_checkpoints", "Saves by result.", ("project", "result"), registry=registry
+        self.checkpoints = counter("everstep_checkpoints", "Saves by result.", "project", "result")
+        self.stragglers = counter(
+            "everstep_stragglers", "Ranks that began to hold their peers up.", "project"
         )
-        self.moves = Counter(
-            "everstep_straggler_moves",
-            "Moves away from a node with a slow rank.",
-            ("project",),
-            registry=registry,
+        self.moves = counter(
+            "everstep_straggler_moves", "Moves away from a node with a slow rank.", "project"
         )
-        self.stragglers = Counter(
-            "everstep_stragglers",
-            "Ranks that began to hold their peers up.",
-            ("project",),
-            registry=registry,
-        )
-        self.event_lag_s = Histogram(
+        self.event_lag_s = seconds(
             "everstep_event_lag_seconds",
             "Seconds from an event on the cluster to its place in the database.",
-            buckets=_LAG_S,
-            registry=registry,
+            _LAG_S,
         )
 
     def started(self, run: RunRow, waited_s: float) -> None:

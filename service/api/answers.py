@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
@@ -19,6 +20,7 @@ from pydantic_core import to_json
 from everstep.spec.plain_text import is_sayable
 from everstep.wire import Answer, Event, Run, format_time
 from service.api.problems import ApiProblem, invalid_request
+from service.cluster.cluster_view import ClusterView
 from service.db import run_lookup
 from service.db.ids import RUN_ID_PATTERN
 from service.db.run_lookup import Place
@@ -71,24 +73,29 @@ def as_json(
     return Response(body, status, headers, media_type="application/json")
 
 
-def run_answer(
-    run: RunRow | ListedRun,
-    transitions: Sequence[TransitionRow],
-    dashboard_url: str | None,
-    now: float,
-    public_url: str | None = None,
-    prices: Prices = NO_PRICES,
-) -> Run:
-    """Return the result of ``run_json`` as a model."""
-    return Run.model_validate(run_json(run, transitions, dashboard_url, now, public_url, prices))
+@dataclass(frozen=True)
+class ServiceLinks:
+    """Where browsers find this service and Ray's dashboard."""
+
+    cluster: ClusterView
+    public_url: str | None
+    """Base URL of this service, without a trailing slash; None if unknown."""
+    relays_ray: bool
+    """Whether this service passes on Ray's dashboard."""
+
+    @property
+    def ray_url(self) -> str | None:
+        """Return where a person opens Ray's dashboard: through this service, if it passes it on.
+        None until the cluster's address is known."""
+        url = self.cluster.dashboard_url
+        return f"{self.public_url}/ray" if url and self.public_url and self.relays_ray else url
 
 
 def run_json(
     run: RunRow | ListedRun,
     transitions: Sequence[TransitionRow],
-    dashboard_url: str | None,
+    links: ServiceLinks,
     now: float,
-    public_url: str | None = None,
     prices: Prices = NO_PRICES,
 ) -> JsonObject:
     """Return the run as of ``now``, as the JSON of ``Run``.
@@ -98,14 +105,12 @@ def run_json(
     Args:
         run: its row. Fields of ``Run`` that are not set here are the row's fields of the same name.
         transitions: its transitions, oldest first.
-        dashboard_url: where a person opens Ray's dashboard; None until it is known.
+        links: where pages are.
         now: unix seconds.
-        public_url: base URL of this service for browsers, without a trailing slash; None for no
-            links to pages.
         prices: what an hour of a resource costs.
     """
     latest, best, origin = run.latest_checkpoint, run.best, run.resume_from
-    protected = protection(run)
+    protected, ray_url = protection(run), links.ray_url
     answer = dict(zip(_SAME, _same_fields(run), strict=True)) | {
         "reason": _reason(run.reason_code, run.reason_message),
         "created_at": _time(run.created_at),
@@ -123,11 +128,9 @@ def run_json(
             now if run.finished_at is None else run.finished_at
         ),
         "links": {
-            "ray_dashboard": dashboard_url,
-            "ray_job": f"{dashboard_url}/#/jobs/{run.ray_job_id}"
-            if dashboard_url and run.ray_job_id
-            else None,
-            "dashboard": f"{public_url}/runs/{run.id}" if public_url else None,
+            "ray_dashboard": ray_url,
+            "ray_job": f"{ray_url}/#/jobs/{run.ray_job_id}" if ray_url and run.ray_job_id else None,
+            "dashboard": f"{links.public_url}/runs/{run.id}" if links.public_url else None,
         },
         "transitions": [
             {

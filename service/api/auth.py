@@ -12,15 +12,14 @@ from typing import Annotated, Final
 
 from fastapi import Depends, Path, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.requests import HTTPConnection
 
-from service.api.callers import Principal
-from service.api.context import ApiContext, Context
-from service.api.problems import ApiProblem, not_found
-from service.db.audit import current_entry
+from service.api.blocking import db_read
+from service.api.callers import Door, Principal
+from service.api.dependencies import Runs
+from service.api.problems import not_found
 from service.db.tokens import TokenStore
-from service.model.rows import TokenRow
 from service.model.run_rows import RunRow
+from service.parts import parts_of
 from storage.files.protocol import draft_beside
 
 LOCAL_TOKEN_ID: Final = "tok_local"
@@ -41,59 +40,7 @@ async def authenticated(request: Request) -> None:
     rate limit."""
     given = await bearer(request)
     secret = "" if given is None else given.credentials
-    request.state.caller = await caller_with(request, request.app.state.context, secret)
-
-
-async def caller_with(request: Request, context: ApiContext, secret: str) -> Principal:
-    """Return the caller whose token this is. Raises as ``authenticated``."""
-    known = secret if secret.isascii() else ""
-    found = await context.database_call(context.tokens.find, known) if known else None
-    return admitted(request, context, found)
-
-
-def admitted(
-    request: HTTPConnection,
-    context: ApiContext,
-    found: TokenRow | None,
-    session: str | None = None,
-) -> Principal:
-    """Return the caller for a token, and record the call.
-
-    Args:
-        request: the request or WebSocket.
-        context: the service's context.
-        found: the token; None if there is no valid one.
-        session: SHA-256 of the browser session that led to the token; None if the token itself was
-            sent.
-
-    Raises 401 without a token, 429 above the rate limit.
-    """
-    if found is None:
-        detail = (
-            "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the "
-            "content of $EVERSTEP_HOME/token)"
-        )
-        raise ApiProblem(401, "unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
-    wait_s = context.rate_limit.wait_s(found.id)
-    if wait_s:
-        detail = f"token {found.name!r} exceeds its rate limit; try again in {wait_s} s"
-        raise ApiProblem(429, "rate_limited", detail, headers={"Retry-After": str(wait_s)})
-    context.token_use.note(found.id)
-    entry = current_entry()
-    if entry is not None:
-        entry.token_id, entry.token_name, entry.role = found.id, found.name, found.role
-        entry.status = getattr(request.scope.get("route"), "status_code", None) or 200
-        entry.target = request.path_params.get("run_id") or request.path_params.get("node_id")
-    return Principal(
-        found.id,
-        found.name,
-        found.role,
-        found.project,
-        session or found.sha256,
-        session is not None,
-        found.owner or found.name,
-        found.user_id,
-    )
+    request.state.caller = await parts_of(request)[Door].by_token(request, secret)
 
 
 async def principal(
@@ -128,9 +75,9 @@ Administrator = Annotated[Principal, Depends(administrator)]
 RunPath = Annotated[str, Path(description="The run's id: `run_…`.")]
 
 
-async def visible_run(run_id: RunPath, context: Context, caller: Caller) -> RunRow:
+async def visible_run(run_id: RunPath, runs: Runs, caller: Caller) -> RunRow:
     """Return the run in the path. Runs of other projects do not exist for this caller: 404."""
-    run = await context.database_call(context.runs.get, run_id)
+    run = await db_read(runs.get, run_id)
     if run is None or not caller.reaches(run.project):
         raise not_found(f"run {run_id} does not exist")
     return run

@@ -33,7 +33,7 @@ from service.api.problems import ApiProblem
 
 if TYPE_CHECKING:
     from service.api.callers import Principal
-    from service.api.context import ApiContext
+    from service.api.streams import Followers
     from storage.run_dir import RunDir
 
 M = TypeVar("M", bound=BaseModel)
@@ -346,7 +346,7 @@ def begun(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def download(
-    context: ApiContext,
+    followers: Followers,
     caller: Principal,
     blocks: Iterator[bytes],
     media_type: str,
@@ -354,7 +354,7 @@ def download(
     status: int = 200,
 ) -> StreamingResponse:
     """Return the blocks as a response that ends when the caller's token or session does."""
-    confirmed = context.followers.confirmed(caller, _in_threads(blocks))
+    confirmed = followers.confirmed(caller, _in_threads(blocks))
     return StreamingResponse(confirmed, status, headers, media_type)
 
 

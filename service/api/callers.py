@@ -1,5 +1,5 @@
-"""Callers: whom a token stands for, and what is remembered of them between requests: the last use
-of tokens, codes of log-ins, and how often they may ask."""
+"""Callers: whom a token or a session stands for, and what is remembered of them between requests:
+the last use of tokens, codes of log-ins, and how often they may ask."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Final
 
 import structlog
+from fastapi import Request
 
 from everstep.options.serve import DEFAULT_RATE_PER_S
-from service.api.blocking import BlockingCalls
+from service.api.blocking import db_read, db_write
 from service.api.problems import ApiProblem
+from service.db.audit import current_entry
 from service.db.engine import DatabaseError
-from service.db.tokens import Holder, TokenStore, sha256_of
-from service.model.rows import RANK, Role
+from service.db.tokens import Holder, SessionStore, TokenStore, sha256_of
+from service.model.rows import RANK, Role, TokenRow
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,9 @@ FLUSH_S: Final = 5.0
 class TokenUse:
     """Uses that are not in the database yet. ``clock`` returns unix seconds."""
 
-    def __init__(
-        self, tokens: TokenStore, clock: Callable[[], float], calls: BlockingCalls
-    ) -> None:
+    def __init__(self, tokens: TokenStore, clock: Callable[[], float]) -> None:
         self._tokens = tokens
         self._clock = clock
-        self._database_write = calls.database_write
         self._used_at: dict[str, float] = {}
 
     def note(self, token_id: str) -> None:
@@ -92,7 +91,7 @@ class TokenUse:
         if not used_at:
             return
         try:
-            await self._database_write(self._tokens.note_used, used_at)
+            await db_write(self._tokens.note_used, used_at)
         except DatabaseError as exc:
             self._used_at = used_at | self._used_at
             logger.warning("recording token use delayed", problem=str(exc))
@@ -174,3 +173,62 @@ class RateLimit:
         if len(self._buckets) > _MAX_TOKENS:
             self._buckets.popitem(last=False)
         return 0 if served else max(1, math.ceil((1.0 - level) / self._rate_per_s))
+
+
+# ---------------------------------------------------------------- door
+
+
+class Door:
+    """Finds the caller of a request, within the rate limit, and notes the use of their token."""
+
+    def __init__(
+        self, tokens: TokenStore, sessions: SessionStore, use: TokenUse, rate_limit: RateLimit
+    ) -> None:
+        self._tokens = tokens
+        self._sessions = sessions
+        self._use = use
+        self.rate_limit = rate_limit
+
+    async def by_token(self, request: Request, secret: str) -> Principal:
+        """Return the caller whose token this is. Raises 401 if it is not valid, 429 above the rate
+        limit."""
+        known = secret if secret.isascii() else ""
+        found = await db_read(self._tokens.find, known) if known else None
+        return self._admitted(request, found)
+
+    async def by_session(self, request: Request, secret: str) -> Principal:
+        """Return who is logged in with this cookie. Raises as ``by_token``."""
+        found = await db_read(self._sessions.find, secret) if secret else None
+        return self._admitted(request, found, sha256_of(secret))
+
+    def _admitted(
+        self, request: Request, found: TokenRow | None, session: str | None = None
+    ) -> Principal:
+        """Return the caller for a token, which the browser session with this SHA-256 led to, and
+        record the call."""
+        if found is None:
+            detail = (
+                "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the "
+                "content of $EVERSTEP_HOME/token)"
+            )
+            raise ApiProblem(401, "unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
+        wait_s = self.rate_limit.wait_s(found.id)
+        if wait_s:
+            detail = f"token {found.name!r} exceeds its rate limit; try again in {wait_s} s"
+            raise ApiProblem(429, "rate_limited", detail, headers={"Retry-After": str(wait_s)})
+        self._use.note(found.id)
+        entry = current_entry()
+        if entry is not None:
+            entry.token_id, entry.token_name, entry.role = found.id, found.name, found.role
+            entry.status = getattr(request.scope.get("route"), "status_code", None) or 200
+            entry.target = request.path_params.get("run_id") or request.path_params.get("node_id")
+        return Principal(
+            found.id,
+            found.name,
+            found.role,
+            found.project,
+            session or found.sha256,
+            session is not None,
+            found.owner or found.name,
+            found.user_id,
+        )

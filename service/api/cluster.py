@@ -11,12 +11,15 @@ from everstep.spec.tasks import Catalog, catalog
 from everstep.wire import ClusterInfo, Node
 from everstep.wire.cluster import StorageAdoption, StorageStatus
 from service.api.auth import Administrator, Caller
+from service.api.blocking import db_read, storage_call
 from service.api.bodies import ApiRouter
 from service.api.callers import Principal
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Cluster, Gate, Marks, Runs, TheStorage
 from service.api.openapi import problem_answers
 from service.cluster.cluster_view import with_mark
 from service.db.ids import RUN_ID_PATTERN
+from service.db.node_marks import NodeMarks
+from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.projections.goodput import WorkLedger
 from service.storage_identity import adopt_storage, storage_status
@@ -41,9 +44,9 @@ async def get_schema(_caller: Caller) -> dict[str, Any]:
 
 
 @router.get("/cluster", summary="The Ray cluster", responses=problem_answers())
-async def get_cluster(context: Context, caller: Caller) -> ClusterInfo:
+async def get_cluster(cluster: Cluster, runs: Runs, marks: Marks, caller: Caller) -> ClusterInfo:
     """Nodes with state, resources, and those of their runs that the token may see."""
-    return await with_marks_and_runs(context, caller, await context.cluster_view.cluster())
+    return await with_marks_and_runs(runs, marks, caller, await cluster.cluster())
 
 
 def _of_a_rank(run: RunRow) -> dict[str, float]:
@@ -78,14 +81,14 @@ def _as_seen(caller: Principal, node: Node) -> Node:
 
 
 async def with_marks_and_runs(
-    context: ApiContext, caller: Principal, info: ClusterInfo
+    runs: RunStore, marks: NodeMarks, caller: Principal, info: ClusterInfo
 ) -> ClusterInfo:
     """Return the cluster with marks and runs of its nodes. Runs that the caller may not see count,
     but are not named."""
-    rows = await context.database_call(context.node_marks.all)
+    rows = await db_read(marks.all)
     places: dict[str, list[str]] = {}
     occupied: dict[str, dict[str, float]] = {}
-    for run in await context.database_call(context.runs.live):
+    for run in await db_read(runs.live):
         nodes = Counter(worker["node_id"] for worker in run.workers)
         for node_id, num_ranks in nodes.items():
             held = occupied.setdefault(node_id, {})
@@ -94,7 +97,7 @@ async def with_marks_and_runs(
         if caller.reaches(run.project):
             for node_id in nodes:
                 places.setdefault(node_id, []).append(run.id)
-    now = context.clock()
+    now = runs.clock()
     shown = tuple(
         _as_seen(
             caller, with_mark(node, rows.get(node.id), has_ranks=node.id in occupied, now=now)
@@ -119,12 +122,12 @@ storage_router: Final = ApiRouter("/v1/storage", "administration")
 @storage_router.get(
     "", summary="The storage, and whether it matches the database", responses=problem_answers(403)
 )
-async def get_storage(context: Context, _caller: Administrator) -> StorageStatus:
+async def get_storage(
+    storage: TheStorage, runs: Runs, gate: Gate, _caller: Administrator
+) -> StorageStatus:
     """Compares the storage with the database: its id, and the newest submission of each run that
     has not ended."""
-    return await context.storage_call(
-        storage_status, context.storage, context.runs, context.storage_gate
-    )
+    return await storage_call(storage_status, storage, runs, gate)
 
 
 @storage_router.post(
@@ -133,10 +136,10 @@ async def get_storage(context: Context, _caller: Administrator) -> StorageStatus
     operation_id="adopt_storage",
     responses=problem_answers(403),
 )
-async def adopt(context: Context, _caller: Administrator) -> StorageAdoption:
+async def adopt(
+    storage: TheStorage, runs: Runs, gate: Gate, _caller: Administrator
+) -> StorageAdoption:
     """For a storage that was replaced on purpose, or a database that is older than its storage.
     Runs that have not ended continue from the data in this storage: submissions that the database
     does not know are read, and data that the storage lacks is lost."""
-    return await context.storage_call(
-        adopt_storage, context.storage, context.runs, context.storage_gate
-    )
+    return await storage_call(adopt_storage, storage, runs, gate)

@@ -10,10 +10,10 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everstep.code import MAX_ARCHIVE_BYTES
+from service.api.blocking import db_write
 from service.api.bodies import MAX_BODY_BYTES
-from service.api.context import ApiContext
 from service.api.problems import ApiProblem, problem_response
-from service.db.audit import AuditedCall, begin_entry
+from service.db.audit import AuditedCall, AuditStore, begin_entry
 from service.db.engine import DatabaseError
 
 logger = structlog.get_logger(__name__)
@@ -100,9 +100,9 @@ class AuditMiddleware:
     them.
     """
 
-    def __init__(self, app: ASGIApp, context: ApiContext) -> None:
+    def __init__(self, app: ASGIApp, log: AuditStore) -> None:
         self._app = app
-        self._context = context
+        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_look = scope["type"] == "http" and (
@@ -150,7 +150,7 @@ class AuditMiddleware:
             logger.info("call refused", **words)
             return
         try:
-            await self._context.database_write(self._context.audit.complete, entry)
+            await db_write(self._log.complete, entry)
         except DatabaseError as exc:
             logger.warning(
                 "audit entry lost",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from fastapi import Request, Response
+from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -14,10 +14,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everstep.wire import Answer, Readiness, RunStatus
 from service.api.auth import Caller
+from service.api.blocking import db_read
 from service.api.bodies import ApiRouter
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Ready
 from service.api.openapi import UNFIT_QUERY, problem_answers
 from service.api.problems import RETRY_AFTER_S, ApiProblem
+from service.api.readiness import ReadinessCheck
+from service.db.runs import RunStore
+from service.figures import RunFigures
+from service.parts import part
 
 router: Final = ApiRouter("", "health")
 
@@ -41,10 +46,10 @@ async def healthz() -> Liveness:
         503: {"model": Readiness, "description": "The database or the storage is unavailable."},
     },
 )
-async def readyz(response: Response, context: Context) -> Readiness:
+async def readyz(response: Response, ready: Ready) -> Readiness:
     """503 only if the database or the storage is unavailable; Ray's state and the reconciler's lag
     are in the body. The response may be a second old."""
-    answer = await context.readiness.answer()
+    answer = await ready.answer()
     if answer.status == "unavailable":
         response.status_code = 503
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -75,8 +80,9 @@ _SPEEDS: Final = {
 class Figures:
     """The metrics registry of one app."""
 
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, runs: RunStore, ready: ReadinessCheck, seen: RunFigures) -> None:
         self.registry = CollectorRegistry()
+        self.seen = seen
         self.latency = Histogram(
             "everstep_api_request_seconds",
             "Seconds from a request's arrival to the first byte of its response.",
@@ -84,14 +90,18 @@ class Figures:
             buckets=_BUCKETS_S,
             registry=self.registry,
         )
-        self.registry.register(_StateCollector(context))
+        self.registry.register(_StateCollector(runs, ready))
+
+
+TheFigures = Annotated[Figures, part(Figures)]
 
 
 class _StateCollector(Collector):
     """Collects the state when Prometheus scrapes, not before."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
+    def __init__(self, runs: RunStore, ready: ReadinessCheck) -> None:
+        self._runs = runs
+        self._ready = ready
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Return nothing: collect() reads the database, which must not happen at registration."""
@@ -99,7 +109,7 @@ class _StateCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         runs = GaugeMetricFamily("everstep_runs", "Runs by status.", labels=("status",))
-        for status, count in self._context.runs.count_by_status().items():
+        for status, count in self._runs.count_by_status().items():
             runs.add_metric((status.value,), count)
         yield runs
         checked = GaugeMetricFamily(
@@ -108,13 +118,13 @@ class _StateCollector(Collector):
             labels=("result",),
         )
         for result, count in zip(
-            ("sound", "corrupt"), self._context.runs.checkpoints.count_checks(), strict=True
+            ("sound", "corrupt"), self._runs.checkpoints.count_checks(), strict=True
         ):
             checked.add_metric((result,), count)
         yield checked
         yield from self._waiting_and_training()
         yield from self._time()
-        lag = self._context.reconciler_lag_s()
+        lag = self._ready.lag_s()
         if lag is not None:
             yield GaugeMetricFamily(
                 "everstep_reconciler_lag_seconds",
@@ -123,11 +133,11 @@ class _StateCollector(Collector):
             )
 
     def _waiting_and_training(self) -> Iterator[GaugeMetricFamily]:
-        now = self._context.clock()
+        now = self._runs.clock()
         oldest: dict[str, float] = {}
         ranks: dict[str, int] = {}
         speeds = [GaugeMetricFamily(*each, labels=("project", "run")) for each in _SPEEDS.values()]
-        for run in self._context.runs.live():
+        for run in self._runs.live():
             oldest.setdefault(run.project, 0.0)
             ranks[run.project] = ranks.get(run.project, 0) + (run.world_size or 0)
             if run.status == RunStatus.QUEUED:
@@ -162,7 +172,7 @@ class _StateCollector(Collector):
             "Productive share of all time except queued and paused, over all runs.",
             labels=("project",),
         )
-        for project in self._context.time_book.by_project(self._context.clock()):
+        for project in self._runs.time_by_project(self._runs.clock()):
             for bucket, seconds in project.buckets.model_dump().items():
                 spent.add_metric((project.project, bucket), seconds)
             if project.goodput is not None:
@@ -180,7 +190,7 @@ class _StateCollector(Collector):
         **problem_answers(),
     },
 )
-async def get_figures(request: Request, context: Context, caller: Caller) -> Response:
+async def get_figures(figures: TheFigures, caller: Caller) -> Response:
     """In Prometheus' text format, for all projects. A token of one project gets 403."""
     if caller.project is not None:
         raise ApiProblem(
@@ -189,11 +199,8 @@ async def get_figures(request: Request, context: Context, caller: Caller) -> Res
             f"metrics cover all projects, but token {caller.name!r} only has access to "
             f"{caller.project}; use another token",
         )
-    figures: Figures = request.app.state.figures
-    text = await context.database_call(generate_latest, figures.registry)
-    return Response(
-        text + generate_latest(context.figures.registry), media_type=CONTENT_TYPE_LATEST
-    )
+    text = await db_read(generate_latest, figures.registry)
+    return Response(text + generate_latest(figures.seen.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 class LatencyMiddleware:

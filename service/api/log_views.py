@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from everstep.wire import LogLine
 from service.api.answers import answer_of
-from service.api.blocking import BlockingCalls
+from service.api.blocking import storage_call
 from storage.errors import StorageNotFound
 from storage.filesystem import Storage
 from storage.logs.rank_logs import LoggedLine, read_rank_logs
@@ -36,8 +36,6 @@ _RING_LINES: Final = 5000
 _RING_BYTES: Final = 2 << 20
 """Bytes of messages in memory for one view."""
 _VIEWS: Final = 64
-_SORTED_IN_LOOP: Final = 5000
-"""Number of lines that are sorted at once in the event loop."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,10 @@ class LogView:
     def __init__(
         self,
         run_dir: RunDir,
-        calls: BlockingCalls,
         key: ViewKey,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir = run_dir
-        self._storage_call = calls.storage_call
         self._key = key
         self._monotonic = monotonic
         self._marks = [_Mark(0, {})]
@@ -196,19 +192,9 @@ class LogView:
             self._ring_bytes -= len(self._ring.popleft().message)
 
     async def _settle(self) -> None:
-        """Put the lines that were numbered since the last time in their places by time.
-
-        Mostly few lines change places. Code may log with any times: then all lines are sorted, once
-        a look and in a thread, where other requests do not wait for it.
-        """
-        fresh = range(len(self._by_time) + 1, self._head + 1)
-        if 0 < len(fresh) <= _SORTED_IN_LOOP:
-            place = bisect_left(self._by_time, min(map(self._when, fresh)), key=self._when)
-            if self._head - place <= _SORTED_IN_LOOP:
-                later = sorted([*self._by_time[place:], *fresh], key=self._when)
-                self._by_time[place:] = array("I", later)
-                return
-        if fresh:
+        """Sort all lines by time, if there are new ones; in a thread, where other requests do not
+        wait for it."""
+        if len(self._by_time) < self._head:
             times = self._times.tobytes()
             self._by_time = await anyio.to_thread.run_sync(_in_order_of_time, times)
 
@@ -249,14 +235,14 @@ class LogView:
 
     async def _parts(self) -> set[_Source]:
         """Return the logs that still exist."""
-        logs = await self._storage_call(self._run_dir.rank_logs)
+        logs = await storage_call(self._run_dir.rank_logs)
         return {
             _Source(log.submission, log.attempt, None if log.rank < 0 else log.rank, log.part)
             for log in logs
         }
 
     async def _fetch(self, cursor: dict[str, str]) -> tuple[list[LoggedLine], dict[str, str]]:
-        return await self._storage_call(
+        return await storage_call(
             read_rank_logs, self._run_dir, cursor, self._key.rank, self._key.attempt, _BATCH_LINES
         )
 
@@ -264,16 +250,13 @@ class LogView:
 class LogViews:
     """The most recently used views, at most 64."""
 
-    def __init__(self, storage: Storage, calls: BlockingCalls) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._calls = calls
         self._views: OrderedDict[ViewKey, LogView] = OrderedDict()
 
     def view(self, run_id: str, rank: int | None, attempt: int | None) -> LogView:
         key = ViewKey(run_id, rank, attempt)
-        found = self._views.setdefault(
-            key, LogView(RunDir(self._storage, run_id), self._calls, key)
-        )
+        found = self._views.setdefault(key, LogView(RunDir(self._storage, run_id), key))
         self._views.move_to_end(key)
         while len(self._views) > _VIEWS:
             self._views.popitem(last=False)

@@ -16,10 +16,10 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from everstep.errors import FieldError, InvalidSpec
-from service.db.engine import DatabaseUnavailable, StateConflict, Unstorable
+from service.db.engine import DatabaseError, DatabaseUnavailable, StateConflict, Unstorable
 from service.db.ids import IdempotencyConflict
-from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded, UnknownProject
-from service.model.states import TransitionConflict
+from service.db.projects import ProjectInUse, QuotaExceeded, UnknownProject
+from service.model.states import StateError, TransitionConflict
 from storage.errors import CorruptCheckpoint, InvalidArchive, StorageError, StorageNotFound
 
 logger = structlog.get_logger(__name__)
@@ -92,9 +92,7 @@ def as_problem(exc: Exception) -> ApiProblem:
             )
         case TransitionConflict(found=None):
             return not_found(f"run {exc.run_id} does not exist")
-        case TransitionConflict():
-            return ApiProblem(409, "invalid_transition", str(exc))
-        case StateConflict():
+        case TransitionConflict() | StateConflict():
             return ApiProblem(409, "invalid_transition", str(exc))
         case QuotaExceeded():
             return ApiProblem(409, "quota_exceeded", str(exc))
@@ -176,11 +174,8 @@ def allowed_methods(request: Request) -> list[str]:
 _HANDLED: Final[tuple[type[Exception], ...]] = (
     ApiProblem,
     InvalidSpec,
-    TransitionConflict,
-    StateConflict,
-    IdempotencyConflict,
-    ProjectError,
-    DatabaseUnavailable,
+    StateError,
+    DatabaseError,
     Unstorable,
     StorageError,
     RequestValidationError,

@@ -7,13 +7,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 import anyio.to_thread
 import structlog
 
-from everstep.wire import ClusterInfo, Readiness
+from everstep.wire import Readiness
+from service.cluster.cluster_view import ClusterView
 from service.db.engine import Database, DatabaseError
 from service.storage_identity import StorageGate
 from storage.errors import StorageError
@@ -25,14 +26,6 @@ PROBE_TIMEOUT_S: Final = 5.0
 KEPT_S: Final = 1.0
 
 
-class ClusterProbe(Protocol):
-    """Source of the state of the Ray cluster."""
-
-    async def cluster(self) -> ClusterInfo:
-        """Return the cluster and its nodes as Ray reports them. ``available`` is False if Ray does
-        not respond; nothing is raised."""
-
-
 class ReadinessCheck:
     """Probes database, storage and Ray, and keeps the result for a second."""
 
@@ -41,15 +34,16 @@ class ReadinessCheck:
         database: Database,
         storage: Storage,
         storage_gate: StorageGate,
-        cluster_view: ClusterProbe,
-        reconciler_lag_s: Callable[[], float | None],
+        cluster_view: ClusterView,
+        lag_s: Callable[[], float | None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
         self._storage = storage
         self._storage_gate = storage_gate
         self._cluster_view = cluster_view
-        self._reconciler_lag_s = reconciler_lag_s
+        self.lag_s = lag_s
+        """Returns the seconds since the reconciler's last finished tick; None before the first."""
         self._monotonic = monotonic
         self._answer: Readiness | None = None
         self._answered_at = float("-inf")
@@ -64,7 +58,7 @@ class ReadinessCheck:
             if self._answer is None or self._monotonic() - self._answered_at > KEPT_S:
                 self._answer = await self._probe()
                 self._answered_at = self._monotonic()
-            return self._answer.model_copy(update={"reconciler_lag_s": self._reconciler_lag_s()})
+            return self._answer.model_copy(update={"reconciler_lag_s": self.lag_s()})
 
     async def _probe(self) -> Readiness:
         database, storage, ray = await asyncio.gather(

@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from everstep.wire import RunStatus
 from service.api.answers import event_answer
-from service.api.blocking import BlockingCalls
+from service.api.blocking import db_read
 from service.api.callers import Principal
 from service.api.problems import ApiProblem, invalid_request
 from service.db.engine import DatabaseUnavailable
@@ -58,10 +58,9 @@ def piece_of(frames: Iterable[bytes]) -> list[bytes]:
 class Followers:
     """Followers with open streams on this replica. ``run`` confirms them while there are any."""
 
-    def __init__(self, tokens: TokenStore, sessions: SessionStore, calls: BlockingCalls) -> None:
+    def __init__(self, tokens: TokenStore, sessions: SessionStore) -> None:
         self._tokens = tokens
         self._sessions = sessions
-        self._database_call = calls.database_call
         self._followers: set[_Follower] = set()
         self._any = asyncio.Event()
 
@@ -125,7 +124,7 @@ class Followers:
             checked = [each for each in self._followers if each.caller.by_session is by_session]
             if not checked:
                 continue
-            valid = await self._database_call(still_valid, {each.caller.sha256 for each in checked})
+            valid = await db_read(still_valid, {each.caller.sha256 for each in checked})
             for each in checked:
                 each.refused = each.caller.sha256 not in valid
 
@@ -242,9 +241,8 @@ class _Tail:
 class EventFeed:
     """Serves the histories of runs to followers."""
 
-    def __init__(self, events: EventStore, calls: BlockingCalls) -> None:
+    def __init__(self, events: EventStore) -> None:
         self._events = events
-        self._database_call = calls.database_call
         self._tails: dict[str, _Tail] = {}
         self._followed = asyncio.Event()
         self.closed = False
@@ -263,7 +261,7 @@ class EventFeed:
         """Fetch what is new for every followed run, once."""
         # A copy: a run that is followed from now on is missing in `heads`, but was not deleted.
         tails = dict(self._tails)
-        heads = await self._database_call(self._events.heads, list(tails))
+        heads = await db_read(self._events.heads, list(tails))
         for run_id, tail in tails.items():
             if run_id not in heads:
                 tail.gone = True
@@ -273,7 +271,7 @@ class EventFeed:
             if head == tail.head and status == tail.status:
                 continue
             while tail.end < head:
-                page = await self._database_call(self._events.page, run_id, tail.end, _BATCH_EVENTS)
+                page = await db_read(self._events.page, run_id, tail.end, _BATCH_EVENTS)
                 if not page.rows:
                     break
                 tail.extend([encode(row) for row in page.rows])
@@ -319,7 +317,7 @@ class EventFeed:
             page = self._events.page(run_id, after, _BACKLOG_EVENTS, most_bytes=PIECE_BYTES)
             return page.rows[-1].seq if page.rows else after, b"".join(map(encode, page.rows))
 
-        return await self._database_call(read)
+        return await db_read(read)
 
     def close(self) -> None:
         """End every stream because the service stops. Clients reconnect after their last event."""
@@ -331,7 +329,7 @@ class EventFeed:
         """Return the run's tail, or a new one at its head if it has no follower yet; None if the
         run was deleted."""
         if run_id not in self._tails:
-            heads = await self._database_call(self._events.heads, [run_id])
+            heads = await db_read(self._events.heads, [run_id])
             if run_id not in heads:
                 return None
             head, status = heads[run_id]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
+
+from pydantic import TypeAdapter
 
 from everstep.wire import ClusterInfo, Node, NodeMark, NodeState
 from service.cluster.ray_jobs import RayError, RayJobs
@@ -123,10 +124,6 @@ class NodeNote:
     slot: int
     """Place among the nodes, 0 for the head. A replacement gets the dead node's slot."""
     raylet_pid: int
-    raylet_started_at: float
-    """Unix seconds."""
-    port: int
-    """Port of the raylet's service on loopback."""
     pids: tuple[int, ...]
     """The raylet and its agents; on the head also the GCS and the dashboard. Workers are not
     listed."""
@@ -138,8 +135,6 @@ class ClusterNote:
 
     state: Literal["starting", "ready"]
     keeper_pid: int
-    keeper_started_at: float
-    """Unix seconds."""
     temp_dir: str
     """Directory with the sockets and logs of all nodes. Its unique name is in the environment of
     each process of the cluster."""
@@ -173,26 +168,20 @@ class ClusterNote:
         return [pid for pid in pids if pid]
 
 
+_NOTE: Final = TypeAdapter(ClusterNote)
+
+
 def read_note(path: Path) -> ClusterNote | None:
-    """Return the note at ``path``, or None if it is missing or damaged."""
+    """Return the note at ``path``, or None if it is missing or damaged. Fields of another version's
+    keeper are ignored."""
     try:
-        raw = json.loads(path.read_text())
-        return _from_json(raw)
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return _NOTE.validate_json(path.read_bytes())
+    except (FileNotFoundError, ValueError):
         return None
 
 
 def write_note(path: Path, note: ClusterNote) -> None:
     """Replace the note at ``path`` atomically."""
     with draft_beside(path) as draft:
-        Path(draft).write_text(json.dumps(asdict(note), indent=1) + "\n")
+        Path(draft).write_bytes(_NOTE.dump_json(note, indent=1) + b"\n")
         Path(draft).replace(path)
-
-
-def _from_json(raw: Mapping[str, Any]) -> ClusterNote:
-    """Return the note in this JSON. Fields of another version's keeper are ignored."""
-    known = {name: raw[name] for name in ClusterNote.__dataclass_fields__ if name in raw}
-    known["nodes"] = tuple(
-        NodeNote(**{**node, "pids": tuple(node["pids"])}) for node in raw["nodes"]
-    )
-    return ClusterNote(**{**known, "coming_back": tuple(raw.get("coming_back", ()))})

@@ -85,7 +85,7 @@ class RayClient:
     def __init__(
         self, endpoint: Callable[[], RayEndpoint | None], client: httpx.AsyncClient
     ) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._client = client
 
     async def __aenter__(self) -> Self:
@@ -96,7 +96,7 @@ class RayClient:
 
     def _now(self) -> RayEndpoint:
         """Return where the cluster is now. Raises RayUnavailable."""
-        endpoint = self._endpoint()
+        endpoint = self.endpoint()
         if endpoint is None:
             raise RayUnavailable("no Ray cluster is running now")
         return endpoint
@@ -115,7 +115,7 @@ class RayJobs(RayClient):
     @property
     def url(self) -> str | None:
         """Base URL of the dashboard, or None while there is no cluster."""
-        endpoint = self._endpoint()
+        endpoint = self.endpoint()
         return endpoint.url if endpoint else None
 
     async def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> str:

@@ -87,7 +87,7 @@ class AuditStore(Store):
         entry = _current.get()
         if entry is None or entry.seq is not None or entry.token_id is None:
             return None
-        result = connection.execute(_INSERT, entry.columns(self._clock()))
+        result = connection.execute(_INSERT, entry.columns(self.clock()))
         key = result.inserted_primary_key
         assert key is not None
         written_as, seq = (entry.target, entry.status), int(key[0])
@@ -102,7 +102,7 @@ class AuditStore(Store):
         status if they changed."""
         if entry.seq is None:
             with self._database.write() as connection:
-                key = connection.execute(_INSERT, entry.columns(self._clock())).inserted_primary_key
+                key = connection.execute(_INSERT, entry.columns(self.clock())).inserted_primary_key
             assert key is not None
             entry.seq, entry.written_as = int(key[0]), (entry.target, entry.status)
         elif entry.written_as != (entry.target, entry.status):
@@ -184,7 +184,7 @@ class NotificationStore(Store):
         """Return the due notifications, the longest due first."""
         # The first try waits for nothing: if it lies ahead, the clock was set back.
         columns = notifications.c
-        is_due = or_(columns.next_at <= self._clock(), columns.num_tries == 0)
+        is_due = or_(columns.next_at <= self.clock(), columns.num_tries == 0)
         query = Notification.select(notifications).where(is_due)
         return self._rows(Notification, query.order_by(notifications.c.next_at).limit(_DUE))
 

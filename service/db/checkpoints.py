@@ -148,7 +148,7 @@ class CodeArchives(Store):
 
     def holds(self, project: str, digest: str) -> bool:
         """Return whether a project has uploaded an archive."""
-        with self._database.autocommit() as connection:
+        with self._database.read() as connection:
             return _holds(connection, project, digest)
 
     def share(self, project: str, digest: str, token_id: str) -> None:
@@ -181,7 +181,7 @@ class CodeArchives(Store):
         Raises QuotaExceeded, UnknownProject.
         """
         with self._database.write() as connection:
-            ensure_project(connection, project, self._clock(), create=create_project)
+            ensure_project(connection, project, self.clock(), create=create_project)
             # Serialise the uploads of a project, so that together they respect the limit.
             connection.execute(
                 select(projects.c.name).where(projects.c.name == project).with_for_update()
@@ -204,7 +204,7 @@ class CodeArchives(Store):
         self, connection: Connection, project: str, digest: str, size_bytes: int, token_id: str
     ) -> None:
         row = {"project": project, "digest": digest, "size_bytes": size_bytes}
-        maker = {"created_by": token_id, "created_at": self._clock()}
+        maker = {"created_by": token_id, "created_at": self.clock()}
         insert_missing(connection, code_archives, row | maker)
 
 

@@ -83,8 +83,7 @@ class Database:
         # handler, which waits for other processes, polls.
         self._writer = threading.Lock()
         self._own = threading.local()
-        """Thread-local: the connection of the current ``reading`` transaction, and of the current
-        ``single`` statements."""
+        """Thread-local: the connection of the current ``reading`` transaction."""
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
@@ -145,29 +144,6 @@ class Database:
                     self._own.reading = None
 
     @contextmanager
-    def autocommit(self) -> Iterator[Connection]:
-        """Open a connection for single reading statements, without a transaction, which would cost
-        more than they do.
-
-        Inside a read it joins that transaction; a nested one uses the same connection.
-        """
-        begun: Connection | None = getattr(self._own, "reading", None) or getattr(
-            self._own, "single", None
-        )
-        if begun is not None:
-            yield begun
-            return
-        with mapped_errors(), self._engine.connect() as connection:
-            alone = (
-                {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
-            )
-            self._own.single = connection.execution_options(**alone)
-            try:
-                yield self._own.single
-            finally:
-                self._own.single = None
-
-    @contextmanager
     def write(self) -> Iterator[Connection]:
         """Open a transaction that is committed at the end of the block, and rolled back if it
         raises."""
@@ -216,11 +192,11 @@ class Store:
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
-        self._clock = clock
+        self.clock = clock
 
     def _rows(self, kind: Callable[..., T], query: Select[Any]) -> list[T]:
         """Return the rows of a query that ``kind.select`` has begun."""
-        with self._database.autocommit() as connection:
+        with self._database.read() as connection:
             return [kind(*row) for row in connection.execute(query)]
 
 
@@ -268,9 +244,8 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    statement = connection.get_execution_options().get("everstep_begin", "BEGIN")
-    if statement is not None:
-        connection.exec_driver_sql(statement)
+    options = connection.get_execution_options()
+    connection.exec_driver_sql(options.get("everstep_begin", "BEGIN"))
 
 
 def encoded(value: Any) -> str:

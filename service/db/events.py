@@ -82,7 +82,7 @@ class EventStore(Store):
             JournalGap: the batch starts after the next event.
         """
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock(), self._database.hooks)
+            writer = RunWriter.lock(connection, run_id, self.clock(), self._database.hooks)
             run = writer.run
             if not run.journal_submission <= submission <= run.submission or run.status.terminal:
                 return run
@@ -229,7 +229,7 @@ class EventStore(Store):
         New damage becomes an event of the run, unless it has ended: nothing follows the end of a
         history. Raises TransitionConflict if the run was deleted.
         """
-        check = CheckpointCheck(name, self._clock(), problem)
+        check = CheckpointCheck(name, self.clock(), problem)
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, check.verified_at, self._database.hooks)
             known = _write_check(connection, run_id, check)

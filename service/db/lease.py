@@ -82,7 +82,7 @@ class LeaseStore(Store):
 
     def _now(self, connection: Connection) -> float:
         if self._database.is_sqlite:
-            return self._clock()
+            return self.clock()
         return float(
             connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one()
         )

@@ -65,7 +65,7 @@ class StorageRecords(Store):
         """Record an id if none is known. Return the known one: another replica may have been
         first."""
         with self._database.write() as connection:
-            row = {"name": _NAME, "storage_id": storage_id, "recorded_at": self._clock()}
+            row = {"name": _NAME, "storage_id": storage_id, "recorded_at": self.clock()}
             insert_missing(connection, storage_identity, row)
             known = _known(connection)
         assert known is not None
@@ -77,7 +77,7 @@ class StorageRecords(Store):
         row = storage_identity.c
         with self._database.write() as connection:
             which = (row.name == _NAME, row.storage_id == storage_id, row.seen_at.is_(None))
-            connection.execute(update(storage_identity).where(*which).values(seen_at=self._clock()))
+            connection.execute(update(storage_identity).where(*which).values(seen_at=self.clock()))
 
     def take(self) -> Owner:
         """Count a start of a service with this database, which then writes the result to the
@@ -102,7 +102,7 @@ class StorageRecords(Store):
         note_target(storage_id)
         owner = Owner(str(uuid.uuid4()), 1)
         with self._database.write() as connection:
-            now = self._clock()
+            now = self.clock()
             row = {
                 "name": _NAME,
                 "storage_id": storage_id,

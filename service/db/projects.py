@@ -66,7 +66,7 @@ class ProjectStore(Store):
         note_target(name)
         values = quotas.model_dump()
         with self._database.write() as connection:
-            is_new = ensure_project(connection, name, self._clock())
+            is_new = ensure_project(connection, name, self.clock())
             connection.execute(update(projects).where(projects.c.name == name).values(**values))
             query = ProjectRow.select(projects).where(projects.c.name == name)
             return ProjectRow(*connection.execute(query).one()), is_new

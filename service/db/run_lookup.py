@@ -17,7 +17,6 @@ from sqlalchemy import (
     Dialect,
     Double,
     Float,
-    FromClause,
     Select,
     String,
     Text,
@@ -26,7 +25,6 @@ from sqlalchemy import (
     case,
     cast,
     exists,
-    false,
     func,
     literal,
     null,
@@ -49,11 +47,6 @@ _BY_ID: Final = RunRow.select(runs).where(runs.c.id == bindparam("run_id"))
 _ORDER: Final = (runs.c.created_at.desc(), runs.c.id.desc())
 _RUN_TEXTS: Final = (runs.c.id, runs.c.name)
 _TAG_TEXTS: Final = (run_tags.c.key, run_tags.c.value)
-_MANY_TAGGED: Final = 500
-_TAGGED: Final = select(run_tags.c.run_id).where(
-    run_tags.c.key == bindparam("key"), run_tags.c.value == bindparam("value")
-)
-_NUM_TAGGED: Final = select(func.count()).select_from(_TAGGED.limit(_MANY_TAGGED).subquery())
 
 
 @dataclass(frozen=True)
@@ -78,32 +71,22 @@ def find_run(connection: Connection, run_id: str) -> RunRow | None:
     return RunRow.read(row) if row is not None else None
 
 
-def page_query(
-    connection: Connection, columns: Columns, where: RunFilter, limit: int, before: Place | None
-) -> Columns:
+def page_query(columns: Columns, where: RunFilter, limit: int, before: Place | None) -> Columns:
     """Return the query for the first ``limit`` runs after ``before``, newest first."""
     statuses = tuple(dict.fromkeys(where.statuses))
-    where = replace(where, statuses=statuses)
-    tag = next((number for number, (_, value) in enumerate(where.tags) if value is not None), None)
-    if tag is not None and (
-        where.project is not None or where.name is not None or len(statuses) == 1
-    ):
-        # Most runs with a frequent tag have another project or status: the index of those has fewer
-        # rows to skip.
-        key, value = where.tags[tag]
-        if (
-            connection.execute(_NUM_TAGGED, {"key": key, "value": value}).scalar_one()
-            >= _MANY_TAGGED
-        ):
-            tag = None
-    if tag is not None:
-        return _tagged_page(columns, where, before, tag).limit(limit)
+    if len(where.tags) == 1 and where == RunFilter(tags=where.tags) and where.tags[0][1]:
+        # The tag's index is sorted by run id, and so by creation time.
+        query = columns.join(run_tags, run_tags.c.run_id == runs.c.id)
+        query = query.where(_is_tag(*where.tags[0])).order_by(run_tags.c.run_id.desc())
+        return (query if before is None else query.where(run_tags.c.run_id < before[1])).limit(
+            limit
+        )
     if len(statuses) < 2:
-        return _matching(_behind(columns, before), where).order_by(*_ORDER).limit(limit)
+        return matching(_behind(columns, before), where).order_by(*_ORDER).limit(limit)
     # The index is sorted within each status: the page is among the first rows of each.
     heads = _behind(select(runs.c.created_at, runs.c.id), before)
     firsts = [
-        _matching(heads, replace(where, statuses=(status,)))
+        matching(heads, replace(where, statuses=(status,)))
         .order_by(*_ORDER)
         .limit(limit)
         .subquery()
@@ -112,23 +95,6 @@ def page_query(
     found = union_all(*(select(first.c.created_at, first.c.id) for first in firsts)).subquery()
     ids = select(found.c.id).order_by(found.c.created_at.desc(), found.c.id.desc()).limit(limit)
     return columns.where(runs.c.id.in_(ids)).order_by(*_ORDER)
-
-
-def counted(columns: Columns, where: RunFilter) -> Columns:
-    """Return the query for the runs that match a filter, in no order."""
-    return _matching(columns, where, in_order=False)
-
-
-def _tagged_page(columns: Columns, where: RunFilter, before: Place | None, tag: int) -> Columns:
-    """Return a page's query along the tag's index, which is sorted by run id, and so by creation
-    time."""
-    query = columns.join(run_tags, run_tags.c.run_id == runs.c.id).where(
-        _is_tag(run_tags, *where.tags[tag])
-    )
-    if before is not None:
-        query = query.where(run_tags.c.run_id < before[1])
-    others = tuple(each for number, each in enumerate(where.tags) if number != tag)
-    return _matching(query, replace(where, tags=others)).order_by(run_tags.c.run_id.desc())
 
 
 def _behind(columns: Columns, before: Place | None) -> Columns:
@@ -140,12 +106,8 @@ def _behind(columns: Columns, before: Place | None) -> Columns:
     return columns.where(tuple_(runs.c.created_at, runs.c.id) < place)
 
 
-def _matching(query: Columns, where: RunFilter, *, in_order: bool = True) -> Columns:
-    """Return the query with the conditions of a filter.
-
-    Args:
-        in_order: the query walks an index and stops at the page's end.
-    """
+def matching(query: Columns, where: RunFilter) -> Columns:
+    """Return the query for the runs that match a filter."""
     if where.project is not None:
         query = query.where(runs.c.project == where.project)
     if len(where.statuses) == 1:
@@ -156,29 +118,14 @@ def _matching(query: Columns, where: RunFilter, *, in_order: bool = True) -> Col
         query = query.where(runs.c.name == where.name)
     if where.search:
         query = query.where(_holds(where.search))
-    for key, wanted in where.tags:
-        other = run_tags.alias()
-        if wanted is not None and in_order:
-            # A subquery per run: PostgreSQL turns "exists" into a join, and its generic plan starts
-            # at the wrong end.
-            value = (
-                select(other.c.value)
-                .where(other.c.run_id == runs.c.id, other.c.key == key)
-                .correlate(runs)
-            )
-            # PostgreSQL expects an equality to match few rows, and would sort all runs of the
-            # project. It expects an opaque condition to match half, and walks the index instead.
-            query = query.where(func.coalesce(value.scalar_subquery() == wanted, false()))
-        else:
-            query = query.where(
-                exists().where(other.c.run_id == runs.c.id, _is_tag(other, key, wanted))
-            )
+    for key, value in where.tags:
+        query = query.where(runs.c.id.in_(select(run_tags.c.run_id).where(_is_tag(key, value))))
     return query
 
 
-def _is_tag(tags: FromClause, key: str, value: str | None) -> ColumnElement[bool]:
-    is_key = tags.c.key == key
-    return is_key if value is None else and_(is_key, tags.c.value == value)
+def _is_tag(key: str, value: str | None) -> ColumnElement[bool]:
+    is_key = run_tags.c.key == key
+    return is_key if value is None else and_(is_key, run_tags.c.value == value)
 
 
 def _holds(text: str) -> Any:
@@ -211,7 +158,7 @@ _NUMBERS: Final = (
     "restarts",
     "steps_lost",
 )
-_HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
+HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
 _IN_JSON: Final = re.compile(r"(metrics|spec)\.(.{1,300})", re.DOTALL)
 _PATH_PART: Final = re.compile(r'[^\x00-\x1f"\\\ud800-\udfff]{1,128}')
 KEYS: Final = (*_NUMBERS, *_TEXTS, "best", "duration", "goodput", "metrics.NAME", "spec.FIELD")
@@ -284,8 +231,8 @@ def ordered_page(
     number, text = _order_value(connection.dialect, order, now)
     text = func.lower(func.substr(text, 1, _TEXT_CHARS))
     kind = case((number.is_not(None), 0), (text.is_not(None), 1), else_=2)
-    heads = counted(
-        _HEADS.add_columns(kind, number, text).order_by(
+    heads = matching(
+        HEADS.add_columns(kind, number, text).order_by(
             kind,
             *(each.desc() if order.descending else each.asc() for each in (number, text)),
             runs.c.created_at.desc(),

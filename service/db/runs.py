@@ -96,7 +96,7 @@ class RunChanges(RunQueries):
 
     def _locked(self, connection: Connection, run_id: str) -> RunWriter:
         """Return the run's writer. Raises TransitionConflict if the run was deleted."""
-        return RunWriter.lock(connection, run_id, self._clock(), self._database.hooks)
+        return RunWriter.lock(connection, run_id, self.clock(), self._database.hooks)
 
     def transition(
         self,
@@ -176,7 +176,7 @@ class RunChanges(RunQueries):
         with self._database.write() as connection:
             writer = self._locked(connection, run_id)
             _expect(writer.run, SUBMITTED, submission, "its job cannot be recorded")
-            writer.set({"ray_job_id": ray_job_id, "submitted_at": self._clock()})
+            writer.set({"ray_job_id": ray_job_id, "submitted_at": self.clock()})
             return writer.save()
 
     def adopt(self, run_id: str, storage_id: str, newest: int, *, is_short: bool) -> RunRow:
@@ -213,7 +213,7 @@ class RunChanges(RunQueries):
                 "submission": max(newest, before),
                 "lost": is_short,
             }
-            writer.append(EventKind.STORAGE_ADOPTED, self._clock(), data)
+            writer.append(EventKind.STORAGE_ADOPTED, self.clock(), data)
             return writer.save()
 
     def preempt(self, run_id: str, submission: int, by: str) -> RunRow:
@@ -229,9 +229,9 @@ class RunChanges(RunQueries):
                 writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be preempted"
             )
             writer.set(
-                {"stop_requested": "pause", "stop_requested_at": self._clock(), "preempted_by": by}
+                {"stop_requested": "pause", "stop_requested_at": self.clock(), "preempted_by": by}
             )
-            writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": "pause"})
+            writer.append(EventKind.STOP_REQUESTED, self.clock(), {"stop": "pause"})
             writer.change_status(RunStatus.STOPPING, preempted(writer.visible_id(by)))
             return writer.save()
 
@@ -244,10 +244,10 @@ class RunChanges(RunQueries):
         with self._database.write() as connection:
             writer = self._locked(connection, run_id)
             _expect(writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be shrunk")
-            writer.set({"shrunk": {"to": to, "by": by, "at": self._clock()}})
+            writer.set({"shrunk": {"to": to, "by": by, "at": self.clock()}})
             writer.append(
                 EventKind.WORKERS_LIMITED,
-                self._clock(),
+                self.clock(),
                 {"limit": to, "by": writer.visible_id(by) or "of another project"},
             )
             return writer.save()
@@ -264,7 +264,7 @@ class RunChanges(RunQueries):
             writer.set({"shrunk": None})
             writer.append(
                 EventKind.WORKERS_LIMITED,
-                self._clock(),
+                self.clock(),
                 {"limit": writer.run.workers_limit, "by": None},
             )
             return writer.save()
@@ -277,7 +277,7 @@ class RunChanges(RunQueries):
     def set_reasons(self, reasons: Sequence[tuple[str, RunStatus, Reason | None]]) -> None:
         """Set reasons of several runs, as (run id, expected status, reason). They are not part of
         the history."""
-        now = self._clock()
+        now = self.clock()
         values = [
             {"run_id": run_id, "expected": expected.value, "now": now}
             | (
@@ -353,7 +353,7 @@ class RunStore(RunChanges):
                         note_target(known.id)
                         return known, False
                     hold_origin(connection, spec)
-                    join_queue(connection, spec.project, self._clock(), create=create_project)
+                    join_queue(connection, spec.project, self.clock(), create=create_project)
                     run = self._insert(connection, spec, created_by, owner, idempotency)
                     return run, True
             except IntegrityError:
@@ -369,7 +369,7 @@ class RunStore(RunChanges):
         owner: str | None,
         idempotency: IdempotencyKey | None,
     ) -> RunRow:
-        now = self._clock()
+        now = self.clock()
         if owner is None:
             owner = connection.execute(_OWNER, {"token_id": created_by}).scalar_one_or_none()
         row = new_row(new_id("run", now), spec, created_by, now, owner)
@@ -415,12 +415,12 @@ class RunStore(RunChanges):
                 )
             requested: dict[str, Any] = {
                 "stop_requested": stop,
-                "stop_requested_at": self._clock(),
+                "stop_requested_at": self.clock(),
                 "preempted_by": None,
             }
             if run.status in SUBMITTED:
                 writer.set(requested)
-                writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": stop})
+                writer.append(EventKind.STOP_REQUESTED, self.clock(), {"stop": stop})
                 if run.status != RunStatus.STOPPING:
                     writer.change_status(RunStatus.STOPPING, None)
             elif stop == "cancel":

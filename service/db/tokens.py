@@ -35,7 +35,6 @@ _STILL_VALID: Final = select(tokens.c.sha256).where(
     tokens.c.revoked_at.is_(None),
     or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > bindparam("now")),
 )
-_CHUNK: Final = 500
 
 
 def new_secret() -> str:
@@ -52,16 +51,10 @@ def sha256_of(secret: str) -> str:
 def valid_digests(
     database: Database, query: Select[Any], digests: Iterable[str], now: float
 ) -> set[str]:
-    """Return those of many SHA-256 that a query for ``digests`` finds valid at ``now``."""
-    wanted, found = list(digests), set[str]()
-    with database.autocommit() as connection:
-        for start in range(0, len(wanted), _CHUNK):
-            found.update(
-                connection.execute(
-                    query, {"digests": wanted[start : start + _CHUNK], "now": now}
-                ).scalars()
-            )
-    return found
+    """Return those of the SHA-256 that a query for ``digests`` finds valid at ``now``."""
+    with database.read() as connection:
+        found = connection.execute(query, {"digests": list(digests), "now": now})
+        return set(found.scalars())
 
 
 class TokenStore(Store):
@@ -123,7 +116,7 @@ class TokenStore(Store):
             role=role,
             project=project,
             sha256=sha256_of(secret),
-            created_at=self._clock(),
+            created_at=self.clock(),
             expires_at=expires_at,
             user_id=user.user_id if user else None,
             owner=user.owner if user else None,
@@ -165,7 +158,7 @@ class TokenStore(Store):
             row
             for row in self.valid()
             if (row.user_id, row.kind) == (user_id, kind)
-            and (row.expires_at is None or row.expires_at > self._clock())
+            and (row.expires_at is None or row.expires_at > self.clock())
         ]
 
     def valid(self) -> list[TokenRow]:
@@ -179,7 +172,7 @@ class TokenStore(Store):
             still = (tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
             return bool(
                 connection.execute(
-                    update(tokens).where(*still).values(revoked_at=self._clock())
+                    update(tokens).where(*still).values(revoked_at=self.clock())
                 ).rowcount
             )
 
@@ -200,13 +193,13 @@ class TokenStore(Store):
     def find(self, secret: str) -> TokenRow | None:
         """Return the token of a secret; None if it is unknown, expired or revoked."""
         digest = sha256_of(secret)
-        with self._database.autocommit() as connection:
+        with self._database.read() as connection:
             found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
         return None if found is None else self._accepted(TokenRow(*found), digest)
 
     def still_valid(self, digests: Iterable[str]) -> set[str]:
         """Return those of these SHA-256 that belong to valid tokens."""
-        return valid_digests(self._database, _STILL_VALID, digests, self._clock())
+        return valid_digests(self._database, _STILL_VALID, digests, self.clock())
 
     def _accepted(self, row: TokenRow, digest: str) -> TokenRow | None:
         """Return the token if it is valid now."""
@@ -214,7 +207,7 @@ class TokenStore(Store):
         # time.
         if not hmac.compare_digest(row.sha256, digest) or row.revoked_at is not None:
             return None
-        if row.expires_at is not None and row.expires_at <= self._clock():
+        if row.expires_at is not None and row.expires_at <= self.clock():
             return None
         return row
 
@@ -292,7 +285,7 @@ class SessionStore(Store):
             address: where the log-in came from.
             browser: the User-Agent header.
         """
-        secret, now = secrets.token_urlsafe(_RANDOM_BYTES), self._clock()
+        secret, now = secrets.token_urlsafe(_RANDOM_BYTES), self.clock()
         mine = sessions.c.token_id == token_id
         newest = (
             select(sessions.c.sha256)
@@ -316,9 +309,9 @@ class SessionStore(Store):
 
     def find(self, secret: str) -> TokenRow | None:
         """Return the token of a cookie; None if the session or its token has ended."""
-        with self._database.autocommit() as connection:
+        with self._database.read() as connection:
             found = connection.execute(
-                _TOKEN_OF, {"sha256": sha256_of(secret), "now": self._clock()}
+                _TOKEN_OF, {"sha256": sha256_of(secret), "now": self.clock()}
             ).one_or_none()
         return None if found is None else TokenRow(*found)
 
@@ -326,7 +319,7 @@ class SessionStore(Store):
         """Return the sessions that have not ended, newest first; None for those of everybody."""
         query = _LISTED if holder is None else _LISTED.where(holder.tokens())
         with self._database.read() as connection:
-            found = connection.execute(query, {"now": self._clock()})
+            found = connection.execute(query, {"now": self.clock()})
             return [SessionRow(*row) for row in found]
 
     def end_by_id(self, session_id: str, holder: Holder | None = None) -> bool:
@@ -360,4 +353,4 @@ class SessionStore(Store):
 
     def still_valid(self, digests: Iterable[str]) -> set[str]:
         """Return those of these SHA-256 that belong to valid sessions."""
-        return valid_digests(self._database, _SESSIONS_STILL_VALID, digests, self._clock())
+        return valid_digests(self._database, _SESSIONS_STILL_VALID, digests, self.clock())

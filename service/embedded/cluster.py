@@ -36,7 +36,7 @@ from service.embedded.environment import (
     WORKER_NODE_VARIABLES,
     cluster_environment,
 )
-from service.embedded.processes import end_members, lives, started_at
+from service.embedded.processes import end_members, lives
 from service.settings import Settings
 from storage.files.protocol import draft_beside
 
@@ -439,8 +439,6 @@ def _note_of(node: Node, slot: int) -> NodeNote:
         is_head=slot == 0,
         slot=slot,
         raylet_pid=raylet,
-        raylet_started_at=started_at(raylet),
-        port=node.node_manager_port,
         pids=tuple(sorted({*services, *agents})),
     )
 

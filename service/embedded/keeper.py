@@ -34,7 +34,6 @@ from service.embedded.processes import (
     kill_all,
     lives,
     reap_children,
-    started_at,
     wait_for_end,
 )
 from service.embedded.supervisor import NodeReturns
@@ -304,8 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.chdir(args.temp_dir)
     pid = os.getpid()
     note = read_note(note_path) if args.adopt else None
-    note = note or ClusterNote("starting", pid, 0.0, args.temp_dir, args.nodes, args.cpus_per_node)
-    note = replace(note, keeper_pid=pid, keeper_started_at=started_at(pid))
+    note = note or ClusterNote("starting", pid, args.temp_dir, args.nodes, args.cpus_per_node)
+    note = replace(note, keeper_pid=pid)
     keeper = Keeper(note_path, note, args.node_return_s)
     keeper.install_signals()
     ok = False

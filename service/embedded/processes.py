@@ -45,14 +45,6 @@ def lives(pid: int | None, temp_dir: str) -> bool:
         return False
 
 
-def started_at(pid: int) -> float:
-    """Return the start of a process in unix seconds, or 0 if it is gone."""
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.NoSuchProcess:
-        return 0.0
-
-
 def members(temp_dir: str, *, without: Sequence[int] = ()) -> Iterator[psutil.Process]:
     """Yield every live process of the cluster in ``temp_dir`` except the pids in ``without``.
 

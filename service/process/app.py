@@ -7,7 +7,8 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -16,19 +17,32 @@ import structlog
 from fastapi import FastAPI
 
 from everstep.supported import RAY, problem_here
-from service.annex import hooks_of
+from service.annex import Annex, Annexes, hooks_of
 from service.annexes.registry import ANNEXES
 from service.api import cluster, health, openapi, problems
+from service.api.answers import ServiceLinks
 from service.api.bodies import HeadMiddleware
-from service.api.context import ApiContext
+from service.api.callers import Door, LogInCodes, RateLimit, TokenUse
 from service.api.guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
+from service.api.log_views import LogViews
+from service.api.readiness import ReadinessCheck
+from service.api.streams import EventFeed, Followers
+from service.cluster.cluster_view import ClusterView
 from service.cluster.ray_jobs import RayError, RayJobs, RayRefused
+from service.db.audit import AuditStore
+from service.db.checkpoints import CodeArchives
 from service.db.engine import Database, DatabaseError, checked_url
+from service.db.events import EventStore, SeriesStore
 from service.db.node_marks import NodeMarks, StorageRecords
+from service.db.projects import ProjectStore
+from service.db.runs import RunStore
+from service.db.tokens import SessionStore, TokenStore
 from service.embedded.cluster import EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
-from service.runs import checkpoints, history, logs, submission
-from service.runs import routes as runs
+from service.figures import RunFigures
+from service.parts import ServiceParts
+from service.runs import checkpoints, history, routes, submission
+from service.runs.views import KeptAnswers
 from service.settings import CannotStart, ServiceLock, Settings
 from service.storage_identity import StorageGate, begin_with
 from service.submission_rules.allowed import StorageRoots
@@ -42,13 +56,67 @@ Times are RFC 3339 in UTC, durations seconds (`_s`), sizes bytes (`_bytes`);
 errors are `application/problem+json` with a `code`."""
 
 
-def create_app(context: ApiContext) -> FastAPI:
+def composed(
+    settings: Settings,
+    database: Database,
+    storage: Storage,
+    cluster: ClusterView,
+    ray: RayJobs,
+    *,
+    lag_s: Callable[[], float | None],
+    figures: RunFigures | None = None,
+    public_url: str | None = None,
+    annexes: Sequence[Annex] = ANNEXES,
+    clock: Callable[[], float] = time.time,
+) -> ServiceParts:
+    """Return what the routes of a service depend on.
+
+    Args:
+        settings: the operator's choices.
+        database: opened, with its tables.
+        storage: of all runs.
+        cluster: the Ray cluster as clients see it.
+        ray: the same for requests.
+        lag_s: returns the seconds since the reconciler's last finished tick.
+        figures: what happens to runs; None counts nothing.
+        public_url: base URL of this service for browsers, without a trailing slash; None if
+            unknown.
+        annexes: features beside the core.
+        clock: unix seconds.
+    """
+    parts = ServiceParts()
+    for part in (database, storage, settings, Annexes(annexes), LogInCodes(clock)):
+        parts.add(part)
+    parts.add(ray, RayJobs)
+    parts.add(cluster, ClusterView)
+    relays_ray = any(annex.relays_ray for annex in annexes)
+    parts.add(ServiceLinks(cluster, public_url, relays_ray))
+    runs = parts.add(RunStore(database, clock))
+    events = parts.add(EventStore(database, clock))
+    tokens = parts.add(TokenStore(database, clock))
+    sessions = parts.add(SessionStore(database, clock))
+    audit = parts.add(AuditStore(database, clock))
+    database.companion = audit.join
+    for store in (SeriesStore, ProjectStore, CodeArchives, NodeMarks):
+        parts.add(store(database, clock))
+    gate = parts.add(StorageGate(storage, runs.storage, service=public_url or ""))
+    ready = parts.add(ReadinessCheck(database, storage, gate, cluster, lag_s))
+    use = parts.add(TokenUse(tokens, clock))
+    parts.add(Door(tokens, sessions, use, RateLimit(settings.rate_per_s)))
+    parts.add(EventFeed(events))
+    parts.add(Followers(tokens, sessions))
+    parts.add(LogViews(storage))
+    parts.add(KeptAnswers())
+    parts.add(health.Figures(runs, ready, figures or RunFigures(clock)))
+    return parts
+
+
+def create_app(parts: ServiceParts) -> FastAPI:
     """Compose the application. Nothing runs before its lifespan begins, and Ray is not called.
 
-    Call ``context.feed.close()`` at a stop, before the server waits for its connections: it ends
-    every stream.
+    Call ``close`` of its ``EventFeed`` at a stop, before the server waits for its connections: it
+    ends every stream.
     """
-
     app = FastAPI(
         title="Everstep",
         version=version("everstep"),
@@ -59,52 +127,52 @@ def create_app(context: ApiContext) -> FastAPI:
         swagger_ui_oauth2_redirect_url=None,
         generate_unique_id_function=openapi.operation_id,
     )
-    app.state.context = context
-    app.state.figures = health.Figures(context)
+    app.state.parts = parts
+    most_bytes = parts[Settings].max_upload_bytes
     app.add_middleware(HeadMiddleware)
-    app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.settings.max_upload_bytes)
-    app.add_middleware(AuditMiddleware, context=context)
+    app.add_middleware(BodyLimitMiddleware, max_upload_bytes=most_bytes)
+    app.add_middleware(AuditMiddleware, log=parts[AuditStore])
     app.add_middleware(AddressMiddleware)
-    app.add_middleware(health.LatencyMiddleware, figures=app.state.figures)
+    app.add_middleware(health.LatencyMiddleware, figures=parts[health.Figures])
     problems.install(app)
     openapi.install(app)
     for router in (
-        runs.router,
+        routes.router,
         history.router,
         history.totals,
         checkpoints.tensorboard_router,
-        logs.router,
         checkpoints.router,
         submission.router,
         cluster.router,
         cluster.storage_router,
         health.router,
-        runs.checks,
-        *(router for annex in context.annexes for router in annex.routers),
+        routes.checks,
+        *(router for annex in parts[Annexes] for router in annex.routers),
     ):
         app.include_router(router)
-    dashboard.install(app, context.annexes)
+    dashboard.install(app, parts[Annexes])
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Run the event feed, the check of its followers, and the record of token use as tasks."""
-    context: ApiContext = app.state.context
+    parts: ServiceParts = app.state.parts
+    feed, use = parts[EventFeed], parts[TokenUse]
     tasks = [
-        asyncio.create_task(context.feed.run(), name="event-feed"),
-        asyncio.create_task(context.followers.run(), name="followers"),
-        asyncio.create_task(context.token_use.run(), name="token-use"),
+        asyncio.create_task(feed.run(), name="event-feed"),
+        asyncio.create_task(parts[Followers].run(), name="followers"),
+        asyncio.create_task(use.run(), name="token-use"),
     ]
     try:
         yield
     finally:
-        context.feed.close()
+        feed.close()
         for task in tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        await context.token_use.flush()
+        await use.flush()
 
 
 # ---------------------------------------------------------------- backends

@@ -21,9 +21,6 @@ DRAIN_TIMEOUT_S: Final = 5
 """Longest wait of a stop for open requests. Followers of events reconnect by themselves."""
 _SWITCH_INTERVAL_S: Final = 0.0005
 """How long a computing thread, mostly the reconciler's, keeps the interpreter from requests."""
-_GC_THRESHOLDS: Final = (10_000, 20, 50)
-"""Thresholds of gc.set_threshold: new objects before the youngest generation is collected, then
-collections before the next older generation is."""
 
 
 class ApiServer(uvicorn.Server):
@@ -34,6 +31,7 @@ class ApiServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=HttpConnection,
+                ws="none",
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
@@ -47,23 +45,13 @@ class ApiServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        settle_garbage_collection()
+        gc.freeze()  # no collection, for which every request waits, looks at what is there now
         if self.started:
             self._on_ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def settle_garbage_collection() -> None:
-    """Exempt the objects of the start from garbage collection, and collect less often.
-
-    Every request waits for a collection.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 # ---------------------------------------------------------------- http connection
@@ -123,10 +111,6 @@ class HttpConnection(HttpToolsProtocol):
         self._awaits_headers = True
         self._cancel()
         super().on_message_complete()
-
-    def handle_websocket_upgrade(self) -> None:
-        self._cancel()
-        super().handle_websocket_upgrade()
 
     def _expect(self, seconds: float) -> None:
         """End the connection if the client sends nothing more for so long."""

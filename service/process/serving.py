@@ -10,21 +10,21 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 
 import structlog
 import uvloop
 
 from everstep.text.words import count
-from service.annex import ServiceParts
 from service.annexes.registry import ANNEXES
+from service.api.answers import ServiceLinks
 from service.api.auth import (
     EMBEDDED_TRUST,
     LOCAL_TOKEN_ID,
     ensure_local_token,
     ensure_metrics_token,
 )
-from service.api.context import ApiContext
+from service.api.callers import LogInCodes
+from service.api.streams import EventFeed
 from service.cluster.cluster_view import ClusterView
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.audit import NotificationStore
@@ -34,10 +34,12 @@ from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarks
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
+from service.db.tokens import TokenStore
 from service.embedded import worker_start
 from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
-from service.process.app import create_app, reach
+from service.parts import ServiceParts
+from service.process.app import composed, create_app, reach
 from service.process.http import ApiServer, base_url
 from service.reconciler.loop import Background, Leadership, Reconciler
 from service.reconciler.ray_poller import DRIVER, driver_entrypoint
@@ -82,40 +84,38 @@ async def serve(
             await reach(ray, settings)
         figures = RunFigures()
         url = base_url(settings, listener)
-        parts = ServiceParts(settings, database, storage, ray, endpoint, settings.public_url or url)
-        reconciler = made_reconciler(parts, figures)
         view = ClusterView(ray, supervisor.note if supervisor else None)
-        context = ApiContext(
+        parts = composed(
+            settings,
             database,
             storage,
             view,
-            reconciler.lag_s,
-            settings=settings,
+            ray,
+            lag_s=lambda: reconciler.lag_s(),
             figures=figures,
-            public_url=parts.public_url,
-            ray=ray,
-            annexes=ANNEXES,
+            public_url=settings.public_url or url,
         )
+        reconciler = made_reconciler(parts, figures)
         for annex in ANNEXES:
             manager = None if annex.opened is None else annex.opened(parts)
             if manager is not None:
-                context.add_part(await stack.enter_async_context(manager))
+                parts.add(await stack.enter_async_context(manager))
         token_id = await asyncio.to_thread(
             ensure_local_token,
-            context.tokens,
+            parts[TokenStore],
             settings.token_path,
             local_token_id(settings, database),
         )
         if settings.metrics_token:
-            await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
+            await asyncio.to_thread(ensure_metrics_token, parts[TokenStore], settings.metrics_token)
         # It logs in who started the service, once, and only where a person reads: a log file would
         # keep a way in for its other readers.
-        code = context.log_in_codes.make(token_id) if sys.stdout.isatty() else None
+        code = parts[LogInCodes].make(token_id) if sys.stdout.isatty() else None
         link = code and f"{url}/login?code={code}"
-        server = ApiServer(create_app(context), lambda: announce(settings, url, link), settings)
+        server = ApiServer(create_app(parts), lambda: announce(settings, url, link), settings)
 
         def stop() -> None:
-            context.feed.close()  # Streams never end by themselves.
+            parts[EventFeed].close()  # Streams never end by themselves.
             server.should_exit = True
 
         with stopped_by_signals(stop), published_url(settings.url_path, url):
@@ -130,20 +130,21 @@ def made_reconciler(parts: ServiceParts, figures: RunFigures) -> Reconciler:
     Replicas share a PostgreSQL, and a lease lets one of them reconcile. A SQLite file needs no
     lease, since the home's lock keeps other services out.
     """
-    settings, database = parts.settings, parts.database
+    settings, storage, database = parts[Settings], parts[Storage], parts[Database]
+    public_url = parts[ServiceLinks].public_url
     leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
     mine = database if leadership is None else database.guarded(leadership.check)
-    led = replace(parts, database=mine)
+    led = parts.but(mine, Database)
     notifier = Notifier(
-        NotificationStore(mine), EventStore(mine), settings.notify, public_url=parts.public_url
+        NotificationStore(mine), EventStore(mine), settings.notify, public_url=public_url
     )
     return Reconciler(
         RunStore(mine),
         EventStore(mine),
         NodeMarks(mine),
         ProjectStore(mine),
-        parts.storage,
-        parts.ray,
+        storage,
+        parts[RayJobs],
         scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
         figures=figures,
         leadership=leadership,
@@ -151,9 +152,9 @@ def made_reconciler(parts: ServiceParts, figures: RunFigures) -> Reconciler:
             Background(NOTIFY_INTERVAL_S, notifier.work),
             *(work for annex in ANNEXES if annex.beside for work in annex.beside(led)),
         ],
-        public_url=parts.public_url,
+        public_url=public_url,
         entrypoint=driver_entrypoint(
-            parts.storage.uri, shlex.join(worker_start.DRIVER) if settings.embedded else DRIVER
+            storage.uri, shlex.join(worker_start.DRIVER) if settings.embedded else DRIVER
         ),
     )
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Iterable
 
 import structlog
 
@@ -101,7 +100,8 @@ class Executor:
                 self._acting[run_id] = asyncio.create_task(
                     self._execute_for(run_id, due), name=f"execute-{run_id}"
                 )
-        await in_pieces(self._runs.set_reasons, reasons)
+        if reasons:
+            await asyncio.to_thread(self._runs.set_reasons, reasons)
         if self._acting:
             await asyncio.wait(self._acting.values(), timeout=PATIENCE_S)
         ended = {run_id: task for run_id, task in self._acting.items() if task.done()}
@@ -293,28 +293,3 @@ def _run_id(decision: Decision) -> str:
         if isinstance(decision, EndJob)
         else decision.run_id
     )
-
-
-# ---------------------------------------------------------------- pace
-
-# Long work in pieces, so that requests are answered between them: computing threads block the
-# interpreter.
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-PAUSE_FACTOR: Final = 2.0
-"""Length of the pause after work, in lengths of the work."""
-PIECE: Final = 64
-
-
-async def in_pieces(do: Callable[[Sequence[T]], R], items: Sequence[T]) -> list[R]:
-    """Call ``do`` in a thread for one piece of the items after another, with pauses. Return the
-    results."""
-    results = []
-    for start in range(0, len(items), PIECE):
-        began = time.monotonic()
-        results.append(await asyncio.to_thread(do, items[start : start + PIECE]))
-        if start + PIECE < len(items):
-            await asyncio.sleep(PAUSE_FACTOR * (time.monotonic() - began))
-    return results

@@ -24,7 +24,7 @@ from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.figures import RunFigures
 from service.reconciler.decide import decide
-from service.reconciler.execute import PAUSE_FACTOR, Executor
+from service.reconciler.execute import Executor
 from service.reconciler.facts import Decision
 from service.reconciler.observe import Observer
 from service.reconciler.ray_poller import Entrypoint, driver_entrypoint
@@ -36,6 +36,8 @@ from storage.filesystem import Storage
 
 INTERVAL_S: Final = 0.5
 """Seconds from the start of a tick to the start of the next."""
+PAUSE_FACTOR: Final = 2.0
+"""Length of the pause after a tick, in lengths of the tick."""
 _LONGEST_PAUSE_S: Final = 3.0
 TROUBLE_INTERVAL_S: Final = 2.0
 LONGEST_TICK_S: Final = 300.0
@@ -106,23 +108,13 @@ class Reconciler:
             *beside,
         ]
         self._clock = clock
-        self._wake = asyncio.Event()
         self._tick_began = float("-inf")
         self.last_tick_at: float | None = None
         """When the last tick finished, unix seconds; None before the first."""
 
-    @property
-    def ray_problem(self) -> str | None:
-        """Why Ray did not answer the last question, or None."""
-        return self._observer.ray_problem
-
     def lag_s(self) -> float | None:
         """Return the seconds since the last finished tick, or None before the first."""
         return None if self.last_tick_at is None else max(0.0, self._clock() - self.last_tick_at)
-
-    def wake(self) -> None:
-        """Tick at once instead of after the pause. Call it in the reconciler's event loop."""
-        self._wake.set()
 
     async def tick(self) -> tuple[Decision, ...]:
         """Observe, decide and act once, unless another process leads. Return the decisions.
@@ -184,7 +176,8 @@ class Reconciler:
             except Exception:
                 log.exception("a tick failed; trying again")
                 pause_s = TROUBLE_INTERVAL_S
-            await self._pause(pause_s, stopping)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), pause_s)
 
     async def close(self) -> None:
         """Cancel all work. The next process may repeat any line of it."""
@@ -210,17 +203,6 @@ class Reconciler:
                 "the file of kept checkpoints could not be written; trying again",
                 problem=str(exc),
             )
-
-    async def _pause(self, seconds: float, stopping: asyncio.Event) -> None:
-        self._wake.clear()
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._wake, stopping)]
-        try:
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await wait
 
 
 # ---------------------------------------------------------------- leadership

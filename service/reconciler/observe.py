@@ -18,7 +18,6 @@ from service.model.rows import past
 from service.model.run_rows import RunRow
 from service.model.states import SUBMITTED
 from service.reconciler.capacity import amounts
-from service.reconciler.execute import in_pieces
 from service.reconciler.facts import (
     NOTHING_DELIVERED,
     Delivered,
@@ -61,13 +60,6 @@ class Observer:
         self._clock = clock
         self._known: dict[str, RunRow] = {}
         """Live rows of the last tick. Unchanged rows are not read again."""
-        self._waiting: dict[str, tuple[RunRow, RunFacts]] = {}
-        """Rows and facts of the waiting runs of the last tick."""
-
-    @property
-    def ray_problem(self) -> str | None:
-        """Why Ray did not answer the last poll, or None."""
-        return self._poller.problem
 
     async def observe(self) -> Facts:
         """Return the facts now. Raises DatabaseError if the database does not answer."""
@@ -97,8 +89,8 @@ class Observer:
             for run_id, version in versions.items()
             if run_id not in known or known[run_id].row_version != version
         ]
-        for found in await in_pieces(self._runs.rows, changed):
-            known |= found
+        if changed:
+            known |= await asyncio.to_thread(self._runs.rows, changed)
         # A row may change meanwhile. Each action expects it as it is here, and fails otherwise.
         self._known = {run_id: known[run_id] for run_id in versions if run_id in known}
         return list(self._known.values())
@@ -128,26 +120,14 @@ class Observer:
             if row.status.terminal or row.status == RunStatus.PAUSED:
                 continue
             if row.status == RunStatus.QUEUED:
-                observed.append(self._facts_of_waiting(row))
+                observed.append(facts_of(row, now=self._clock()))
                 continue
             job = jobs.get(job_key(known), JobFact.UNKNOWN)
             refusal = self._poller.refusal(row.id, row.submission) if job == JobFact.ENDED else None
             words = self._poller.last_words(row.id, row.submission)
             facts = facts_of(row, delivered, job, tail, self._clock())
             observed.append(replace(facts, storage_problem=refusal, last_words=words))
-        self._waiting = {
-            each.id: (self._known[each.id], each)
-            for each in observed
-            if each.status == RunStatus.QUEUED
-        }
         return tuple(observed)
-
-    def _facts_of_waiting(self, row: RunRow) -> RunFacts:
-        """Return the facts of a waiting run, from the last look if its row is unchanged."""
-        seen = self._waiting.get(row.id)
-        if seen is not None and seen[0] is row:
-            return seen[1]
-        return facts_of(row, now=self._clock())
 
 
 # ---------------------------------------------------------------- row facts

@@ -67,8 +67,6 @@ class RayPoller:
         self._lost_nodes: set[str] = set()
         """Dead nodes of jobs that Ray calls running. A head that came back with its state does not
         notice that their drivers are gone."""
-        self.problem: str | None = "not asked yet"
-        """Why Ray did not answer the last poll, or None."""
 
     def strays(self) -> tuple[StrayJob, ...]:
         """Return the known stray jobs."""
@@ -107,7 +105,6 @@ class RayPoller:
             return None
         request, self._request = self._request, None
         answer = request.result()
-        self.problem = answer.problem
         if answer.strays is not None:
             now = time.monotonic()
             self._strays = {job_id: self._strays.get(job_id, now) for job_id in answer.strays}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -200,7 +202,7 @@ as not read to its end."""
 MOST_SLOW: Final = 64
 """Most journals that are read in the background, each on a thread."""
 
-Outcome = tuple[RunRow, TailFact] | None
+Outcome = tuple[RunRow, TailFact] | DatabaseError | None
 """The run afterwards, and how far its journal was read; None if the run is gone."""
 Drain = Callable[[RunRow], tuple[RunRow, TailFact]]
 
@@ -214,83 +216,79 @@ class Drains:
 
     def __init__(self, drain: Drain) -> None:
         self._drain = drain
-        self._slow: dict[str, threading.Thread] = {}
-        """Run id -> the thread that still reads its journal."""
+        self._reading: set[str] = set()
+        """Runs whose journal is being read."""
+        self._slow: set[str] = set()
+        """Runs whose journal was slow to read at the last tick."""
 
     def read(self, rows: Sequence[RunRow]) -> dict[str, tuple[RunRow, TailFact]]:
         """Read the journals. Return each run afterwards, and how far its journal was read.
 
-        Runs that are gone are left out.
+        Runs that are gone are left out. Those that were slow come last, and delay no other.
 
         Raises DatabaseError.
         """
-        were_slow = self._slow
-        self._slow = {run_id: thread for run_id, thread in were_slow.items() if thread.is_alive()}
+        were_slow, self._slow = self._slow, set(self._reading)
         found = {row.id: (row, TailFact.BEHIND) for row in rows}
-        waiting = [row for row in rows if row.id not in self._slow]
-        waiting.sort(key=lambda row: row.id in were_slow)  # so that they delay no other
-        while waiting:
-            if len(self._slow) >= MOST_SLOW:
-                log.error(
-                    "too many journals are slow to read; reading the rest at a later tick",
-                    runs=len(waiting),
-                )
-                break
-            outcomes = queue.SimpleQueue[Outcome | DatabaseError]()
-            left, turn = threading.Event(), threading.Lock()
+        due = [row for row in rows if row.id not in self._slow]
+        waiting = deque(sorted(due, key=lambda row: row.id in were_slow))
+        outcomes = queue.SimpleQueue[tuple[str, Outcome]]()
+        left = {row.id for row in waiting}
+        while left:
+            # One thread reads all, until it is slow: then another one reads the rest beside it.
             thread = threading.Thread(
-                target=self._read_each,
-                args=(waiting, outcomes, left, turn),
-                name="journals",
-                daemon=True,
+                target=self._read_each, args=(waiting, outcomes), name="journals", daemon=True
             )
             thread.start()
-            for number, row in enumerate(waiting, start=1):
-                try:
-                    outcome = outcomes.get(timeout=RUN_PATIENCE_S)
-                except queue.Empty:
-                    with turn:
-                        if outcomes.empty():
-                            left.set()
-                    # Left: the tick ends without this run, and the next one reads it again.
-                    outcome = None if left.is_set() else outcomes.get()
-                if left.is_set():
-                    self._slow[row.id] = thread
-                    log.warning(
-                        "a run's journal is slow to read; reading the others",
-                        run_id=row.id,
-                        seconds=RUN_PATIENCE_S,
-                    )
-                    waiting = waiting[number:]
-                    break
+            while told := _next(outcomes, left):
+                run_id, outcome = told
+                left.discard(run_id)
                 if isinstance(outcome, DatabaseError):
+                    waiting.clear()
                     raise outcome
                 if outcome is None:
-                    del found[row.id]
+                    del found[run_id]
                 else:
-                    found[row.id] = outcome
-            else:
+                    found[run_id] = outcome
+            if slow := left & self._reading:
+                log.warning("journals are slow to read; reading the others", run_ids=sorted(slow))
+            self._slow |= slow
+            left -= slow
+            if len(self._slow) >= MOST_SLOW:
+                log.error("too many journals are slow; reading the rest later", runs=len(left))
                 break
+        waiting.clear()
         return found
 
     def _read_each(
-        self,
-        rows: Sequence[RunRow],
-        outcomes: queue.SimpleQueue[Outcome | DatabaseError],
-        left: threading.Event,
-        turn: threading.Lock,
+        self, waiting: deque[RunRow], outcomes: queue.SimpleQueue[tuple[str, Outcome]]
     ) -> None:
-        """Tell the outcome of one run after the other, until this thread is left behind."""
-        for row in rows:
-            with turn:  # Whoever leaves this thread reads the rows that it has not begun.
-                if left.is_set():
-                    return
-            try:
-                outcomes.put(self._drain(row))
-            except TransitionConflict:
-                outcomes.put(None)
-            except DatabaseError as exc:
-                return outcomes.put(exc)
-            except Exception:  # A bug of ours must not stop the other runs.
-                log.exception("a journal cannot be read", run_id=row.id)
-                outcomes.put((row, TailFact.BEHIND))
+        """Read the journals of waiting runs until there are none."""
+        with suppress(IndexError):
+            while True:
+                row = waiting.popleft()
+                self._reading.add(row.id)
+                outcome = self._outcome(row)
+                self._reading.discard(row.id)
+                outcomes.put((row.id, outcome))
+
+    def _outcome(self, row: RunRow) -> Outcome:
+        try:
+            return self._drain(row)
+        except TransitionConflict:
+            return None
+        except DatabaseError as exc:
+            return exc
+        except Exception:  # A bug of ours must not stop the other runs.
+            log.exception("a journal cannot be read", run_id=row.id)
+            return row, TailFact.BEHIND
+
+
+def _next(
+    outcomes: queue.SimpleQueue[tuple[str, Outcome]], left: set[str]
+) -> tuple[str, Outcome] | None:
+    """Return the next outcome; None if none is left, or it takes too long."""
+    try:
+        return outcomes.get(timeout=RUN_PATIENCE_S) if left else None
+    except queue.Empty:
+        return None

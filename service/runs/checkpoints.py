@@ -12,10 +12,18 @@ from fastapi.responses import StreamingResponse
 from everstep.wire import Checkpoint, Page
 from everstep.wire.events import EventFileInfo
 from service.api.auth import Caller, ControlledRun, VisibleRun
+from service.api.blocking import (
+    db_read,
+    db_write,
+    long_storage_call,
+    of_history,
+    storage_call,
+)
 from service.api.bodies import ApiRouter, begun, blocks_of, download, requested_range
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Events, Gate, Streams, TheStorage
 from service.api.openapi import problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
+from service.db.events import EventStore
 from service.model.run_rows import RunRow
 from service.projections import checkpoints
 from storage.checkpoints.retention import CheckpointHold
@@ -31,15 +39,15 @@ Which = Annotated[str, Path(max_length=32, description="A step, `latest` or `bes
 
 
 @router.get("", summary="Checkpoints of a run", responses=problem_answers(404))
-async def list_checkpoints(run: VisibleRun, context: Context) -> Page[Checkpoint]:
+async def list_checkpoints(run: VisibleRun, events: Events) -> Page[Checkpoint]:
     """Every checkpoint of the committed lineage, oldest first. Those that retention deleted have
     the state `deleted`."""
-    return Page(items=tuple(await _all(context, run)), next_cursor=None)
+    return Page(items=tuple(await all_checkpoints(events, run.id)), next_cursor=None)
 
 
 @router.get("/{step}", summary="One checkpoint", responses=problem_answers(404, 422))
-async def get_checkpoint(run: VisibleRun, context: Context, step: Which) -> Checkpoint:
-    return await _find(context, run, step)
+async def get_checkpoint(run: VisibleRun, events: Events, step: Which) -> Checkpoint:
+    return await _find(events, run, step)
 
 
 @router.get(
@@ -57,7 +65,9 @@ async def get_checkpoint(run: VisibleRun, context: Context, step: Which) -> Chec
 )
 async def get_archive(
     run: VisibleRun,
-    context: Context,
+    events: Events,
+    storage: TheStorage,
+    streamed: Streams,
     caller: Caller,
     step: Which,
     range_: Annotated[
@@ -76,23 +86,23 @@ async def get_archive(
     The bytes are the same every time, so an interrupted download can be resumed with `Range` and
     `If-Range`. A client that joins parts must compare the digests in the manifest itself.
     """
-    context.followers.require_room(caller)
-    checkpoint = await _find(context, run, step)
+    streamed.require_room(caller)
+    checkpoint = await _find(events, run, step)
     if checkpoint.state == "deleted":
         raise not_found(
             f"checkpoint {checkpoint.name} of run {run.id} was deleted by retention; choose another"
         )
-    run_dir = RunDir(context.storage, run.id)
+    run_dir = RunDir(storage, run.id)
     hold = (
         None
         if run.status.terminal
-        else await context.storage_call(CheckpointHold, run_dir, checkpoint.name)
+        else await storage_call(CheckpointHold, run_dir, checkpoint.name)
     )
-    archive = await context.storage_call(CheckpointStore(run_dir).archive, checkpoint.name)
+    archive = await storage_call(CheckpointStore(run_dir).archive, checkpoint.name)
     etag = f'"{archive.manifest.digest}"'
     wanted = requested_range(range_, archive.size_bytes) if if_range in (None, etag) else None
     begin, end = wanted or (0, archive.size_bytes)
-    blocks = await context.storage_call(begun, archive.stream(begin, end))
+    blocks = await storage_call(begun, archive.stream(begin, end))
     headers = {
         "Content-Disposition": f'attachment; filename="{run.id}-{checkpoint.name}.tar"',
         "Content-Length": str(end - begin),
@@ -105,7 +115,7 @@ async def get_archive(
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{archive.size_bytes}"
     if hold is not None:
         blocks = _holding(hold, blocks, to_the_end=end == archive.size_bytes)
-    return download(context, caller, blocks, TAR, headers, 206 if wanted else 200)
+    return download(streamed, caller, blocks, TAR, headers, 206 if wanted else 200)
 
 
 def _holding(hold: CheckpointHold, blocks: Iterator[bytes], *, to_the_end: bool) -> Iterator[bytes]:
@@ -123,10 +133,12 @@ def _holding(hold: CheckpointHold, blocks: Iterator[bytes], *, to_the_end: bool)
     summary="Read a checkpoint back",
     responses=problem_answers(403, 404, 409, 422),
 )
-async def verify_checkpoint(run: ControlledRun, context: Context, step: Which) -> Checkpoint:
+async def verify_checkpoint(
+    run: ControlledRun, events: Events, storage: TheStorage, gate: Gate, step: Which
+) -> Checkpoint:
     """Re-reads and re-hashes every file. The response's `state` is `corrupt` if one does not match
     the manifest, and `problem` names it."""
-    checkpoint = await _find(context, run, step)
+    checkpoint = await _find(events, run, step)
     if checkpoint.state == "deleted":
         raise ApiProblem(
             409,
@@ -134,36 +146,34 @@ async def verify_checkpoint(run: ControlledRun, context: Context, step: Which) -
             f"checkpoint {checkpoint.name} was deleted by retention; verify another one",
         )
     # a checkpoint that another storage lacks is not damaged
-    await context.storage_call(context.storage_gate.require)
-    problem = await context.long_storage_call(_verify, context, run.id, checkpoint.name)
-    await context.database_write(
-        context.events.record_check, run.id, checkpoint.name, problem, "verify"
-    )
-    return await _find(context, run, str(checkpoint.step))
+    await storage_call(gate.require)
+    problem = await long_storage_call(_verify, RunDir(storage, run.id), checkpoint.name)
+    await db_write(events.record_check, run.id, checkpoint.name, problem, "verify")
+    return await _find(events, run, str(checkpoint.step))
 
 
-def _verify(context: ApiContext, run_id: str, name: str) -> str | None:
+def _verify(run_dir: RunDir, name: str) -> str | None:
     """Return what is wrong with a checkpoint; None if all sizes and digests match. Raises
     StorageError for other problems."""
     try:
-        CheckpointStore(RunDir(context.storage, run_id)).verify(name)
+        CheckpointStore(run_dir).verify(name)
     except (CorruptCheckpoint, StorageNotFound) as exc:
         return str(exc)
     return None
 
 
-async def _all(context: ApiContext, run: RunRow) -> list[Checkpoint]:
-    events = await context.database_call(context.events.of_kinds, run.id, checkpoints.KINDS)
-    checks = await context.database_call(context.events.checkpoint_checks, run.id)
-    return await context.folded(partial(checkpoints.checkpoints, checks=checks), events)
+async def all_checkpoints(events: EventStore, run_id: str) -> list[Checkpoint]:
+    """Return every checkpoint of a run's lineage, oldest first."""
+    checks = await db_read(events.checkpoint_checks, run_id)
+    fold = partial(checkpoints.checkpoints, checks=checks)
+    return await of_history(events, run_id, checkpoints.KINDS, fold)
 
 
-async def _find(context: ApiContext, run: RunRow, which: str) -> Checkpoint:
+async def _find(events: EventStore, run: RunRow, which: str) -> Checkpoint:
     """Return the checkpoint. Raises 404 for one that never existed, 422 for an invalid name."""
     try:
-        checkpoint, missing = checkpoints.choose(
-            await _all(context, run), run.id, run.stored_spec, which
-        )
+        found = await all_checkpoints(events, run.id)
+        checkpoint, missing = checkpoints.choose(found, run.id, run.stored_spec, which)
     except ValueError as exc:
         raise invalid_request("step", msg=str(exc)) from exc
     if checkpoint is None:
@@ -190,12 +200,12 @@ FileName = Annotated[
 
 
 @tensorboard_router.get("", summary="TensorBoard files", responses=problem_answers(404, 422))
-async def list_event_files(run: VisibleRun, context: Context) -> Page[EventFileInfo]:
+async def list_event_files(run: VisibleRun, storage: TheStorage) -> Page[EventFileInfo]:
     """One or more for each submission, which grow while the run trains: what was read stays as it
     is. All are on one page."""
-    run_dir = RunDir(context.storage, run.id)
+    run_dir = RunDir(storage, run.id)
     directory = run_dir.tensorboard_path("").rstrip("/")
-    found = await context.storage_call(run_dir.files.list, directory)
+    found = await storage_call(run_dir.files.list, directory)
     names = [each.name for each in found if not each.is_dir and "tfevents" in each.name]
     return Page(items=tuple(EventFileInfo(name=name) for name in names), next_cursor=None)
 
@@ -211,14 +221,15 @@ async def list_event_files(run: VisibleRun, context: Context) -> Page[EventFileI
 )
 async def get_event_file(
     run: VisibleRun,
-    context: Context,
+    storage: TheStorage,
+    streamed: Streams,
     caller: Caller,
     name: FileName,
     offset: Annotated[int, Query(ge=0, le=2**53, description="Bytes to leave out.")] = 0,
 ) -> StreamingResponse:
     """Empty at the end of the file, if ``offset`` is its size."""
-    context.followers.require_room(caller)
-    run_dir = RunDir(context.storage, run.id)
+    streamed.require_room(caller)
+    run_dir = RunDir(storage, run.id)
     blocks = blocks_of(run_dir, run_dir.tensorboard_path(name), offset)
-    found = await context.storage_call(begun, blocks)
-    return download(context, caller, found, BINARY)
+    found = await storage_call(begun, blocks)
+    return download(streamed, caller, found, BINARY)

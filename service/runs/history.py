@@ -1,10 +1,10 @@
-"""Routes of a run's history: events, attempts, failures, series of metrics."""
+"""Routes of a run's history: events, attempts, failures, series of metrics, logs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Final
 
 from fastapi import Query, Request, Response
@@ -14,25 +14,34 @@ from everstep.wire import (
     Event,
     Failure,
     Goodput,
+    LogLine,
     MetricSeries,
     Page,
     ProjectGoodput,
     Samples,
     StragglerReport,
+    Verdict,
 )
 from everstep.wire.drills import RunRehearsal
 from everstep.wire.events import EventKind, system_figure
 from service.api import streams
-from service.api.answers import Cursor, Limit, event_answer, position
+from service.api.answers import Cursor, Limit, answer_of, event_answer, position
 from service.api.auth import Caller, VisibleRun
+from service.api.blocking import db_read, folded, of_history, storage_call
 from service.api.bodies import ApiRouter
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Events, Feed, Logs, Runs, Series, Streams, TheStorage
+from service.api.log_views import POLL_S, LogView
 from service.api.openapi import STREAM, problem_answers
-from service.db.events import MIN_POINTS, Point
+from service.api.streams import EventFeed, piece_of
+from service.db.events import MIN_POINTS, EventStore, Point, SeriesStore
+from service.db.runs import RunStore
 from service.model.rows import EventRow
 from service.projections import attempts, protection
 from service.projections.goodput import TimeLedger
-from service.runs.logs import with_last_lines
+from storage.errors import StorageError
+from storage.filesystem import Storage
+from storage.logs.rank_logs import LoggedLine, last_rank_lines
+from storage.run_dir import RunDir
 
 router: Final = ApiRouter("/v1/runs/{run_id}", "history")
 
@@ -51,7 +60,9 @@ After = Annotated[int, Query(ge=0, le=2**53, description="Only events after this
 async def get_events(
     request: Request,
     run: VisibleRun,
-    context: Context,
+    events: Events,
+    feed: Feed,
+    streamed: Streams,
     caller: Caller,
     after: After = 0,
     limit: EventLimit = 200,
@@ -66,9 +77,9 @@ async def get_events(
     event. It follows the run, honours `Last-Event-ID`, and ends after the event that ends the run.
     """
     if streams.wanted(request):
-        frames = context.feed.follow(run.id, streams.resume_after(last_event_id, after))
-        return streams.response(context.followers, caller, frames)
-    page = await context.database_call(context.events.page, run.id, position(cursor, after), limit)
+        frames = feed.follow(run.id, streams.resume_after(last_event_id, after))
+        return streams.response(streamed, caller, frames)
+    page = await db_read(events.page, run.id, position(cursor, after), limit)
     items = tuple(event_answer(row) for row in page.rows)
     return Page(items=items, next_cursor=str(items[-1].seq) if page.more else None)
 
@@ -80,7 +91,7 @@ _WITH_LINES: Final = 20  # newest failures
 @router.get("/attempts", summary="Worker groups of a run", responses=problem_answers(404, 422))
 async def get_attempts(
     run: VisibleRun,
-    context: Context,
+    events: Events,
     limit: Limit = 200,
     cursor: Cursor = None,
     workers: Annotated[bool, Query(description="Whether to list the workers.")] = True,
@@ -91,8 +102,8 @@ async def get_attempts(
     starts: list[int] = []
     after, more = position(cursor, 0), True
     while more and len(starts) < 2:
-        page = await context.database_call(
-            context.events.page, run.id, after, 1000, attempts.ATTEMPT_KINDS, _ATTEMPT_BYTES
+        page = await db_read(
+            events.page, run.id, after, 1000, attempts.ATTEMPT_KINDS, _ATTEMPT_BYTES
         )
         rows, more = [*rows, *page.rows], page.more
         after = rows[-1].seq if rows else after
@@ -100,9 +111,7 @@ async def get_attempts(
     num = min(limit, len(starts) - 1 if more else len(starts))
     following = rows[starts[num]] if num < len(starts) else None
     # the start of the next attempt may be all that says that the last one of this page has ended
-    found = (
-        await context.folded(attempts.attempts, rows[: starts[num] + 1] if following else rows)
-    )[:num]
+    found = (await folded(attempts.attempts, rows[: starts[num] + 1] if following else rows))[:num]
     if not workers:
         found = [attempt.model_copy(update={"workers": ()}) for attempt in found]
     return Page(items=tuple(found), next_cursor=str(following.seq - 1) if following else None)
@@ -111,7 +120,8 @@ async def get_attempts(
 @router.get("/failures", summary="Failures of a run", responses=problem_answers(404, 422))
 async def get_failures(
     run: VisibleRun,
-    context: Context,
+    events: Events,
+    storage: TheStorage,
     lines: Annotated[
         int,
         Query(ge=0, le=200, description="Maximum last log lines of the first failing rank."),
@@ -125,35 +135,30 @@ async def get_failures(
     the storage responds.
     """
     start = position(cursor, 0)
-    found, num = await failures(context, run.id, slice(start, start + limit), lines)
+    found, num = await failures(events, storage, run.id, slice(start, start + limit), lines)
     end = start + limit
     return Page(items=tuple(found), next_cursor=str(end) if end < num else None)
 
 
 async def failures(
-    context: ApiContext, run_id: str, part: slice, lines: int = 10
+    events: EventStore, storage: Storage, run_id: str, part: slice, lines: int = 10
 ) -> tuple[list[Failure], int]:
     """Return a part of a run's failures, oldest first, and how many it has in all."""
-    events = await context.database_call(context.events.of_kinds, run_id, attempts.FAILURE_KINDS)
-    every = await context.folded(attempts.failures, events)
+    every = await of_history(events, run_id, attempts.FAILURE_KINDS, attempts.failures)
     shown = every[part]
     old = max(0, len(every) - _WITH_LINES - part.indices(len(every))[0])
-    newest = await with_last_lines(context, run_id, shown[old:], lines)
+    newest = await with_last_lines(RunDir(storage, run_id), shown[old:], lines)
     return [*shown[:old], *newest], len(every)
 
 
 @router.get("/stragglers", summary="Stragglers of a run", responses=problem_answers(404))
-async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
+async def get_stragglers(run: VisibleRun, events: Events) -> StragglerReport:
     """Each rank's latest step time and wait for the others, by rank and by node; and every rank
     that was a straggler for long enough to matter."""
-    events = await context.database_call(
-        context.events.of_kinds, run.id, protection.STRAGGLER_KINDS
-    )
-    times = await context.database_call(context.events.newest, run.id, EventKind.RANK_TIMES)
-    use = await context.database_call(
-        context.events.newest, run.id, EventKind.GPU_USE, protection.GPU_EVENTS
-    )
-    return await context.folded(protection.stragglers, [*events, *times, *use])
+    slow = await db_read(events.of_kinds, run.id, protection.STRAGGLER_KINDS)
+    times = await db_read(events.newest, run.id, EventKind.RANK_TIMES)
+    use = await db_read(events.newest, run.id, EventKind.GPU_USE, protection.GPU_EVENTS)
+    return await folded(protection.stragglers, [*slow, *times, *use])
 
 
 @router.get(
@@ -161,27 +166,26 @@ async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
     summary="Whether a restart was rehearsed on a run's code",
     responses=problem_answers(404),
 )
-async def get_rehearsal(run: VisibleRun, context: Context) -> RunRehearsal:
+async def get_rehearsal(run: VisibleRun) -> RunRehearsal:
     """What `everstep rehearse` has shown of a restart on the run's code before it was submitted, as
     its submitter says: equal in every bit, or what was first different."""
     return protection.run_rehearsal(run)
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))
-async def get_goodput(run: VisibleRun, context: Context) -> Goodput:
+async def get_goodput(run: VisibleRun, runs: Runs) -> Goodput:
     """Every second since the run's creation is in exactly one bucket; `goodput` is the productive
     share."""
     return TimeLedger.load(run.time_ledger).close(
-        context.clock() if run.finished_at is None else run.finished_at
+        runs.clock() if run.finished_at is None else run.finished_at
     )
 
 
 @router.get("/samples", summary="Samples that a run used", responses=problem_answers(404))
-async def get_samples(run: VisibleRun, context: Context) -> Samples:
+async def get_samples(run: VisibleRun, events: Events) -> Samples:
     """For each finished epoch, over the committed lineage: how many samples were used once, more
     than once or never."""
-    events = await context.database_call(context.events.of_kinds, run.id, protection.SAMPLE_KINDS)
-    return await context.folded(protection.samples, events)
+    return await of_history(events, run.id, protection.SAMPLE_KINDS, protection.samples)
 
 
 # ---------------------------------------------------------------- series
@@ -200,7 +204,7 @@ _MOST_POINTS: Final = 200_000
 )
 async def get_metrics(
     run: VisibleRun,
-    context: Context,
+    series: Series,
     names: Annotated[
         str | None,
         Query(
@@ -227,39 +231,170 @@ async def get_metrics(
     kept; a value that was not finite is null. An unknown name has no points. The first number of
     a series `system.…` is not a step, but whole seconds since the run was created."""
     if names is None:
-        known = await context.database_call(context.series.names, run.id)
+        known = await db_read(series.names, run.id)
         wanted = [name for name in known if system_figure(name) is None]
     else:
         wanted = [name for name in dict.fromkeys(names.split(",")) if name]
     points = max(MIN_POINTS, min(max_points, _MOST_POINTS // max(1, len(wanted))))
     encoded = await asyncio.gather(
-        *(context.database_call(_encoded, context, run.id, name, points) for name in wanted)
+        *(db_read(_encoded, series, run.id, name, points) for name in wanted)
     )
     return Response('{"series":{' + ",".join(encoded) + "}}", media_type="application/json")
 
 
-def _encoded(context: ApiContext, run_id: str, name: str, max_points: int) -> str:
+def _encoded(series: SeriesStore, run_id: str, name: str, max_points: int) -> str:
     """Return a name with its points as JSON. Of all series only these texts are in memory at once,
     and none is made in the event loop."""
     points = [
-        (point.step, point.at, point.value)
-        for point in context.series.points(run_id, name, max_points)
+        (point.step, point.at, point.value) for point in series.points(run_id, name, max_points)
     ]
     return f"{json.dumps(name)}:{json.dumps(points, separators=(',', ':'))}"
 
 
 async def thinned(
-    context: ApiContext, run_id: str, names: Sequence[str], max_points: int
+    series: SeriesStore, run_id: str, names: Sequence[str], max_points: int
 ) -> dict[str, list[Point]]:
     """Return these series, down-sampled. Each is read in its own thread, so that several cores
     share a long history."""
     found = await asyncio.gather(
-        *(context.database_call(context.series.points, run_id, name, max_points) for name in names)
+        *(db_read(series.points, run_id, name, max_points) for name in names)
     )
     return {
         name: [(point.step, point.at, point.value) for point in points]
         for name, points in zip(names, found, strict=True)
     }
+
+
+# ---------------------------------------------------------------- logs
+
+# Log lines of ranks and the driver.
+
+_STREAM_LINES: Final = 500
+
+
+@router.get(
+    "/logs",
+    summary="Log lines of a run, as pages or as a stream",
+    response_model=Page[LogLine],
+    responses={200: STREAM, **problem_answers(404, 422)},
+)
+async def get_logs(
+    request: Request,
+    run: VisibleRun,
+    logs: Logs,
+    runs: Runs,
+    feed: Feed,
+    streamed: Streams,
+    caller: Caller,
+    rank: Annotated[
+        int | None, Query(ge=0, le=2**31, description="Only lines of this rank.")
+    ] = None,
+    attempt: Annotated[
+        int | None,
+        Query(ge=0, le=2**31, description="Only lines of this attempt; the driver is attempt 0."),
+    ] = None,
+    after: Annotated[
+        int,
+        Query(ge=0, le=2**53, description="Only lines after this `seq`, with the same filters."),
+    ] = 0,
+    follow: Annotated[bool, Query(description="Stream new lines until the run has ended.")] = False,
+    limit: Annotated[
+        int, Query(ge=1, le=5000, description="Maximum lines per page; streams have no limit.")
+    ] = 1000,
+    cursor: Cursor = None,
+    last_event_id: streams.LastEventId = None,
+) -> Page[LogLine] | Response:
+    """Lines of every rank and of the driver over all attempts, by attempt and time; kept after
+    their node is gone.
+
+    With `follow=true` or `Accept: text/event-stream` a stream of server-sent events: `id` is the
+    `seq`, `data` the line. It waits while the run is QUEUED, honours `Last-Event-ID`, and ends
+    after the last line of a run that has ended.
+    """
+    view = logs.view(run.id, rank, attempt)
+    if follow or streams.wanted(request):
+        start = streams.resume_after(last_event_id, position(cursor, after))
+        lines = _follow(runs, feed, run.id, view, start, until_ended=follow)
+        return streams.response(streamed, caller, lines)
+    found = await view.read(position(cursor, after), limit)
+    return Page(
+        items=tuple(found), next_cursor=str(found[-1].seq) if view.holds_more(found) else None
+    )
+
+
+async def _follow(
+    runs: RunStore, feed: EventFeed, run_id: str, view: LogView, after: int, *, until_ended: bool
+) -> AsyncGenerator[bytes]:
+    """Yield frames of lines after ``after``; with ``until_ended`` also new ones, until the run has
+    ended or is deleted."""
+    quiet_s = 0.0
+    while not feed.closed:
+        # The status first: no lines are written after a run has ended, so a later read is complete.
+        run = await db_read(runs.get, run_id)
+        ended = run is None or run.status.terminal or not until_ended
+        try:
+            lines = await view.read(after, _STREAM_LINES, fresh=ended)
+        except StorageError:
+            # the response has started: end it; the client reconnects with its Last-Event-ID
+            return
+        if lines:
+            frames = piece_of(streams.frame(line.seq, line.model_dump_json()) for line in lines)
+            after, quiet_s = lines[len(frames) - 1].seq, 0.0
+            piece = b"".join(frames)
+            del lines, frames
+            yield piece
+        elif ended:
+            return
+        else:
+            await asyncio.sleep(POLL_S)
+            quiet_s += POLL_S
+            if quiet_s >= streams.HEARTBEAT_S:
+                quiet_s = 0.0
+                yield streams.HEARTBEAT
+
+
+# ---------------------------------------------------------------- last lines
+
+# The last log lines of the first failing rank, for a failure.
+
+
+async def with_last_lines(
+    run_dir: RunDir, failures: Sequence[Failure], limit: int
+) -> list[Failure]:
+    """Return the failures with at most ``limit`` last lines; without lines if the storage does not
+    respond."""
+    if limit == 0:
+        return list(failures)
+    logged = await asyncio.gather(*(_last_lines(run_dir, failure, limit) for failure in failures))
+    return [
+        each.model_copy(update={"last_lines": lines})
+        for each, lines in zip(failures, logged, strict=True)
+    ]
+
+
+def _read(run_dir: RunDir, failure: Failure, limit: int) -> list[LoggedLine]:
+    if failure.first_rank is not None:
+        return last_rank_lines(
+            run_dir, failure.submission, failure.attempt, failure.first_rank, limit
+        )
+    # The lost driver is either the one that reports it, after it lost its controller, or the one of
+    # the previous submission.
+    before = failure.at.timestamp()
+    by_submission = [
+        last_rank_lines(run_dir, submission, failure.attempt, None, limit, before)
+        for submission in (failure.submission - 1, failure.submission)
+    ]
+    return [line for lines in by_submission for line in lines][-limit:]
+
+
+async def _last_lines(run_dir: RunDir, failure: Failure, limit: int) -> tuple[LogLine, ...]:
+    if failure.first_rank is None and failure.verdict != Verdict.CONTROL_PLANE:
+        return ()
+    try:
+        found = await storage_call(_read, run_dir, failure, limit)
+    except StorageError:
+        return ()
+    return tuple(answer_of(LogLine, line, seq=0) for line in found)
 
 
 # ---------------------------------------------------------------- goodput of all runs
@@ -271,7 +406,7 @@ totals: Final = ApiRouter("/v1", "history")
 
 @totals.get("/goodput", summary="Where the time of all runs went", responses=problem_answers(422))
 async def get_project_goodput(
-    context: Context,
+    runs: Runs,
     caller: Caller,
     project: Annotated[str | None, Query(max_length=64, description="Only this project.")] = None,
 ) -> Page[ProjectGoodput]:
@@ -281,5 +416,5 @@ async def get_project_goodput(
     wanted = named or None
     if len(set(named)) > 1:
         return Page(items=(), next_cursor=None)
-    found = await context.database_call(context.time_book.by_project, context.clock(), wanted)
+    found = await db_read(runs.time_by_project, runs.clock(), wanted)
     return Page(items=tuple(found), next_cursor=None)

@@ -4,19 +4,22 @@ recorded."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final
 
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sections import ResumeFrom
 from everstep.wire import Checkpoint
-from service.api.context import ApiContext
+from service.api.blocking import db_read, storage_call
+from service.db.events import EventStore
+from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.projections import checkpoints
+from service.runs.checkpoints import all_checkpoints
 from storage.checkpoints.retention import ACKNOWLEDGED_HOLD_S, CheckpointHold
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
+from storage.filesystem import Storage
 from storage.run_dir import RunDir
 
 _SAME: Final = (
@@ -30,12 +33,16 @@ _SAME: Final = (
 moments stay valid."""
 
 
-async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunSpec:
+async def with_origin(
+    runs: RunStore, events: EventStore, storage: Storage, spec: RunSpec, *, keep: bool
+) -> RunSpec:
     """Return the spec with ``latest`` or ``best`` resolved, and protect the checkpoint from
     retention until the run has its own.
 
     Args:
-        context: the service's context.
+        runs: all runs.
+        events: their histories.
+        storage: their checkpoints.
         spec: the spec.
         keep: False does not protect it, because the run will be refused.
 
@@ -46,12 +53,12 @@ async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunS
     if wanted is None:
         return spec
     place = ("resume_from", "step") if spec.resume_from is not None else ("replay", "from_step")
-    parent, checkpoint = await _found(context, spec.project, wanted, place)
+    parent, checkpoint = await _found(runs, events, spec.project, wanted, place)
     faults = [*_differences(spec, parent), *_nothing_left(spec, parent, checkpoint.step)]
     if faults:
         raise InvalidSpec(tuple(faults))
     if keep:
-        await context.storage_call(_hold, place, context, parent, checkpoint)
+        await storage_call(_hold, place, storage, parent, checkpoint)
     if spec.resume_from is None:
         return spec
     exact = wanted.model_copy(update={"step": checkpoint.step})
@@ -59,19 +66,17 @@ async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunS
 
 
 async def _found(
-    context: ApiContext, project: str, wanted: ResumeFrom, place: tuple[str, str]
+    runs: RunStore, events: EventStore, project: str, wanted: ResumeFrom, place: tuple[str, str]
 ) -> tuple[RunRow, Checkpoint]:
     """Return the run and its checkpoint. Raises InvalidSpec at ``place``."""
-    parent = await context.database_call(context.runs.get, wanted.run_id)
+    parent = await db_read(runs.get, wanted.run_id)
     if parent is None or parent.project != project:
         raise _fault(
             (place[0], "run_id"), f"run {wanted.run_id} does not exist in project {project!r}"
         )
     if parent.stop_requested == "delete":
         raise _fault((place[0], "run_id"), f"run {parent.id} is being deleted; choose another run")
-    events = await context.database_call(context.events.of_kinds, parent.id, checkpoints.KINDS)
-    checks = await context.database_call(context.events.checkpoint_checks, parent.id)
-    found = await context.folded(partial(checkpoints.checkpoints, checks=checks), events)
+    found = await all_checkpoints(events, parent.id)
     checkpoint, missing = checkpoints.choose(found, parent.id, parent.stored_spec, str(wanted.step))
     _check_usable(place, checkpoint, missing, found)
     assert checkpoint is not None
@@ -155,12 +160,10 @@ def _nothing_left(spec: RunSpec, parent: RunRow, step: int) -> list[FieldError]:
     ]
 
 
-def _hold(
-    place: tuple[str, str], context: ApiContext, parent: RunRow, checkpoint: Checkpoint
-) -> None:
+def _hold(place: tuple[str, str], storage: Storage, parent: RunRow, checkpoint: Checkpoint) -> None:
     """Protect the checkpoint until the reconciler has seen the new run, then check that it exists.
     In this order retention cannot delete it unnoticed. Runs that have ended have no retention."""
-    run_dir = RunDir(context.storage, parent.id)
+    run_dir = RunDir(storage, parent.id)
     if not parent.status.terminal:
         CheckpointHold(run_dir, checkpoint.name, must_be_stored=True, lasts_s=ACKNOWLEDGED_HOLD_S)
     try:

@@ -3,150 +3,217 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final
 
-from fastapi import Query, Request
+from fastapi import Depends, Query, Request
 
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.code import CodeSpec
 from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import CodeArchive
-from service.api.answers import JsonObject, run_json
+from service.annex import Annexes
+from service.api.answers import JsonObject
 from service.api.auth import Submitter
+from service.api.blocking import db_read, db_write, storage_call
 from service.api.bodies import ApiRouter, content_sha256, validated
 from service.api.callers import Principal
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Archives, Events, Gate, Projects, TheSettings, TheStorage
 from service.api.openapi import CreateProject, problem_answers
 from service.api.problems import ApiProblem, invalid_request
+from service.db.checkpoints import CodeArchives
+from service.db.events import EventStore
 from service.db.ids import IdempotencyKey
-from service.db.projects import DEFAULT_PROJECT, UnknownProject
+from service.db.projects import DEFAULT_PROJECT, ProjectStore, UnknownProject
 from service.db.runs import first_transition
-from service.model.rows import TransitionRow
 from service.model.run_rows import RunRow
+from service.parts import ServiceParts, parts_of
 from service.runs.origins import with_origin
+from service.runs.views import RunViews, Views
+from service.settings import Settings
 from service.submission_rules.allowed import StorageRoots
 from service.submission_rules.user_code import faults_of
 from storage.code import CodeStore, look_at, read_members
 from storage.errors import StorageNotFound
+from storage.filesystem import Storage
 
 ANNEXED_FIELDS: Final = ("replay",)
 """Fields of a spec that annexes serve. A service without the annex refuses them."""
 
 
-async def submitted(
-    context: ApiContext,
-    caller: Principal,
-    raw: object,
-    idempotency_key: str | None,
-    *,
-    create_project: bool = False,
-) -> tuple[JsonObject, bool]:
-    """Submit a run; return it, and whether it is new.
+@dataclass(frozen=True)
+class Submissions:
+    """Checks specs, and records runs."""
 
-    Args:
-        context: the service's context.
-        caller: who submits.
-        raw: the spec as received.
-        idempotency_key: the client's key for the request.
-        create_project: create a missing project; a caller's own project is always created.
-    """
-    spec, idempotency = await checked(context, caller, raw, idempotency_key)
-    make = partial(
-        context.runs.create,
-        spec,
-        caller.token_id,
-        idempotency,
-        create_project=create_project or caller.project is not None,
-        owner=caller.owner or caller.name,
-    )
-    try:
-        (run, transitions), is_new = await context.database_write(_made, context, make)
-    except UnknownProject as exc:
-        raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
-    answer = run_json(
-        run,
-        transitions,
-        context.ray_url,
-        context.clock(),
-        context.public_url,
-        context.settings.prices,
-    )
-    return answer, is_new
+    views: RunViews
+    events: EventStore
+    projects: ProjectStore
+    archives: CodeArchives
+    storage: Storage
+    settings: Settings
+    parts: ServiceParts
+    """For the checks of annexes."""
 
+    async def submit(
+        self,
+        caller: Principal,
+        raw: object,
+        idempotency_key: str | None,
+        *,
+        create_project: bool = False,
+    ) -> tuple[JsonObject, bool]:
+        """Submit a run; return it, and whether it is new.
 
-async def checked(
-    context: ApiContext,
-    caller: Principal,
-    raw: object,
-    idempotency_key: str | None = None,
-    *,
-    keep: bool = True,
-) -> tuple[RunSpec, IdempotencyKey | None]:
-    """Return the spec in a request and its key, after every check but that of its project.
+        Args:
+            caller: who submits.
+            raw: the spec as received.
+            idempotency_key: the client's key for the request.
+            create_project: create a missing project; a caller's own project is always created.
+        """
+        spec, idempotency = await self._checked(caller, raw, idempotency_key)
+        make = partial(
+            self.views.runs.create,
+            spec,
+            caller.token_id,
+            idempotency,
+            create_project=create_project or caller.project is not None,
+            owner=caller.owner or caller.name,
+        )
+        try:
+            return await db_write(self._made, make)
+        except UnknownProject as exc:
+            raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
 
-    Args:
-        context: the service's context.
-        caller: who submits.
-        raw: the spec as received; without a project it gets the caller's.
-        idempotency_key: the client's key for the request; the checkpoint that a known one starts
-            from is not looked for again.
-        keep: keep the checkpoint that the run starts from.
+    async def validated(
+        self, caller: Principal, raw: object, *, create_project: bool = False
+    ) -> RunSpec:
+        """Return the spec as it would be submitted. Nothing is recorded, and no checkpoint is
+        kept."""
+        spec, _ = await self._checked(caller, raw, keep=False)
+        if not create_project and caller.project is None:
+            try:
+                await db_read(self.projects.require, spec.project)
+            except UnknownProject as exc:
+                raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
+        return spec
 
-    Raises InvalidSpec with every fault.
-    """
-    caller.require("submitter")
-    given = {"project": caller.project, **raw} if caller.project and isinstance(raw, dict) else raw
-    spec = await validated(parse_spec, given)
-    check_reaches(caller, spec.project)
-    idempotency = idempotency_of(idempotency_key, caller, raw)
-    is_known = spec.origin is not None and await context.database_call(
-        context.runs.knows, idempotency
-    )
-    return await allowed(context, caller, spec, keep=keep, find_origin=not is_known), idempotency
+    async def _checked(
+        self,
+        caller: Principal,
+        raw: object,
+        idempotency_key: str | None = None,
+        *,
+        keep: bool = True,
+    ) -> tuple[RunSpec, IdempotencyKey | None]:
+        """Return the spec in a request and its key, after every check but that of its project.
 
+        Args:
+            caller: who submits.
+            raw: the spec as received; without a project it gets the caller's.
+            idempotency_key: the client's key for the request; the checkpoint that a known one
+                starts from is not looked for again.
+            keep: keep the checkpoint that the run starts from.
 
-async def allowed(
-    context: ApiContext,
-    caller: Principal,
-    spec: RunSpec,
-    *,
-    keep: bool,
-    find_origin: bool = True,
-) -> RunSpec:
-    """Return a valid spec with the checkpoint that it starts from, after the checks of what this
-    service allows and has.
+        Raises InvalidSpec with every fault.
+        """
+        caller.require("submitter")
+        given = (
+            {"project": caller.project, **raw} if caller.project and isinstance(raw, dict) else raw
+        )
+        spec = await validated(parse_spec, given)
+        check_reaches(caller, spec.project)
+        idempotency = idempotency_of(idempotency_key, caller, raw)
+        is_known = spec.origin is not None and await db_read(self.views.runs.knows, idempotency)
+        return await self._allowed(caller, spec, keep=keep, find_origin=not is_known), idempotency
 
-    Args:
-        context: the service's context.
-        caller: who submits.
-        spec: the spec.
-        keep: keep the checkpoint that the run starts from.
-        find_origin: look for that checkpoint.
-
-    Raises InvalidSpec with every fault.
-    """
-    faults: list[FieldError] = []
-    with _gathered(faults):
-        context.settings.pip_rule.check(spec)
-    with _gathered(faults):
-        _check_notify(context, spec)
-    with _gathered(faults):
-        StorageRoots(context.settings.storage_roots).check_data(spec)
-    if spec.code is not None:
+    async def _allowed(
+        self, caller: Principal, spec: RunSpec, *, keep: bool, find_origin: bool
+    ) -> RunSpec:
+        """Return a valid spec with the checkpoint that it starts from, after the checks of what
+        this service allows and has. Raises InvalidSpec with every fault."""
+        faults: list[FieldError] = []
         with _gathered(faults):
-            await check_code(context, caller, spec.project, spec.code)
-    with _gathered(faults):
-        await _check_annexed(context, spec)
-    if spec.origin is not None and find_origin:
+            self.settings.pip_rule.check(spec)
         with _gathered(faults):
-            spec = await with_origin(context, spec, keep=keep and not faults)
-    if faults:
-        raise InvalidSpec(tuple(faults))
-    return spec
+            self._check_notify(spec)
+        with _gathered(faults):
+            StorageRoots(self.settings.storage_roots).check_data(spec)
+        if spec.code is not None:
+            with _gathered(faults):
+                await self._check_code(caller, spec.project, spec.code)
+        with _gathered(faults):
+            await self._check_annexed(spec)
+        if spec.origin is not None and find_origin:
+            with _gathered(faults):
+                spec = await with_origin(
+                    self.views.runs, self.events, self.storage, spec, keep=keep and not faults
+                )
+        if faults:
+            raise InvalidSpec(tuple(faults))
+        return spec
+
+    async def _check_annexed(self, spec: RunSpec) -> None:
+        """Check the fields that only annexes serve. Raises InvalidSpec."""
+        annexes = self.parts[Annexes]
+        checks = {name: check for annex in annexes for name, check in annex.spec_checks.items()}
+        for name in ANNEXED_FIELDS:
+            if getattr(spec, name) is None:
+                continue
+            if name not in checks:
+                msg = f"this service has no {name}s; leave the field out"
+                raise InvalidSpec((FieldError((name,), msg),))
+            await checks[name](self.parts, spec)
+
+    def _check_notify(self, spec: RunSpec) -> None:
+        """Raise InvalidSpec if this service does not call the URL."""
+        rule = self.settings.notify
+        if spec.notify is not None and not rule.allows(spec.notify.url):
+            allowed = ", ".join(sorted(rule.origins)) or "none"
+            msg = f"its origin is not allowed; use one that the operator allows: {allowed}"
+            raise InvalidSpec((FieldError(("notify", "url"), msg),))
+
+    async def _check_code(self, caller: Principal, project: str, code: CodeSpec) -> None:
+        """Check the code that a run of a project brings, without running any of it.
+
+        An archive is one of the project's own; administrators, who reach all projects, may take
+        any. Raises InvalidSpec with every fault that can be seen.
+        """
+        if caller.project is not None and not await db_read(
+            self.archives.holds, project, code.archive
+        ):
+            raise InvalidSpec((_missing(project),))
+        faults = await storage_call(_archive_faults, CodeStore(self.storage), project, code)
+        if faults:
+            raise InvalidSpec(tuple(faults))
+        # members of the project may then use what an administrator submitted
+        if caller.project is None:
+            await db_write(self.archives.share, project, code.archive, caller.token_id)
+
+    def _made(self, make: Callable[[], tuple[RunRow, bool]]) -> tuple[JsonObject, bool]:
+        run, is_new = make()
+        changes = (
+            [first_transition(run)] if is_new else self.views.runs.transitions([run.id])[run.id]
+        )
+        return self.views.json(run, changes), is_new
+
+
+async def submissions(
+    request: Request,
+    views: Views,
+    events: Events,
+    projects: Projects,
+    archives: Archives,
+    storage: TheStorage,
+    settings: TheSettings,
+) -> Submissions:
+    return Submissions(views, events, projects, archives, storage, settings, parts_of(request))
+
+
+TheSubmissions = Annotated[Submissions, Depends(submissions)]
 
 
 def check_reaches(caller: Principal, project: str) -> None:
@@ -159,19 +226,6 @@ def check_reaches(caller: Principal, project: str) -> None:
         )
 
 
-async def validated_spec(
-    context: ApiContext, caller: Principal, raw: object, *, create_project: bool = False
-) -> RunSpec:
-    """Return the spec as it would be submitted. Nothing is recorded, and no checkpoint is kept."""
-    spec, _ = await checked(context, caller, raw, keep=False)
-    if not create_project and caller.project is None:
-        try:
-            await context.database_call(context.projects.require, spec.project)
-        except UnknownProject as exc:
-            raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
-    return spec
-
-
 @contextmanager
 def _gathered(faults: list[FieldError]) -> Iterator[None]:
     """Collect faults, so that all are reported at once."""
@@ -179,36 +233,6 @@ def _gathered(faults: list[FieldError]) -> Iterator[None]:
         yield
     except InvalidSpec as exc:
         faults += exc.errors
-
-
-async def _check_annexed(context: ApiContext, spec: RunSpec) -> None:
-    """Check the fields that only annexes serve. Raises InvalidSpec."""
-    checks = {name: check for annex in context.annexes for name, check in annex.spec_checks.items()}
-    for name in ANNEXED_FIELDS:
-        if getattr(spec, name) is None:
-            continue
-        if name not in checks:
-            msg = f"this service has no {name}s; leave the field out"
-            raise InvalidSpec((FieldError((name,), msg),))
-        await checks[name](context, spec)
-
-
-def _check_notify(context: ApiContext, spec: RunSpec) -> None:
-    """Raise InvalidSpec if this service does not call the URL."""
-    if spec.notify is not None and not context.settings.notify.allows(spec.notify.url):
-        allowed = ", ".join(sorted(context.settings.notify.origins)) or "none"
-        msg = f"its origin is not allowed; use one that the operator allows: {allowed}"
-        raise InvalidSpec((FieldError(("notify", "url"), msg),))
-
-
-def _made(
-    context: ApiContext, make: Callable[[], tuple[RunRow, bool]]
-) -> tuple[tuple[RunRow, Sequence[TransitionRow]], bool]:
-    run, is_new = make()
-    return (
-        run,
-        [first_transition(run)] if is_new else context.runs.transitions([run.id])[run.id],
-    ), is_new
 
 
 def idempotency_of(key: str | None, caller: Principal, raw: object) -> IdempotencyKey | None:
@@ -260,7 +284,10 @@ ARCHIVE_BODY: Final[dict[str, Any]] = {
 )
 async def upload_code(
     request: Request,
-    context: Context,
+    archives: Archives,
+    storage: TheStorage,
+    gate: Gate,
+    settings: TheSettings,
     caller: Submitter,
     project: Annotated[
         str | None,
@@ -281,41 +308,21 @@ async def upload_code(
     owner = project or caller.project or DEFAULT_PROJECT
     check_reaches(caller, owner)
     data = await _read_file(request)
-    await context.storage_call(context.storage_gate.require)
-    found = await context.storage_call(look_at, data)
+    await storage_call(gate.require)
+    found = await storage_call(look_at, data)
     # Record first: an upload above the limit leaves nothing behind, and an interrupted one is
     # simply repeated.
-    await context.database_write(
-        context.code_archives.record,
+    await db_write(
+        archives.record,
         owner,
         found.digest,
         found.size_bytes,
         caller.token_id,
-        context.settings.max_code_bytes,
+        settings.max_code_bytes,
         create_project=create_project or caller.project is not None,
     )
-    await context.storage_call(CodeStore(context.storage).keep, found, data)
+    await storage_call(CodeStore(storage).keep, found, data)
     return CodeArchive(digest=found.digest, size_bytes=found.size_bytes, modules=found.modules)
-
-
-async def check_code(context: ApiContext, caller: Principal, project: str, code: CodeSpec) -> None:
-    """Check the code that a run of a project brings, without running any of it.
-
-    An archive is one of the project's own; administrators, who reach all projects, may take any.
-    Raises InvalidSpec with every fault that can be seen.
-    """
-    if caller.project is not None and not await context.database_call(
-        context.code_archives.holds, project, code.archive
-    ):
-        raise InvalidSpec((_missing(project),))
-    faults = await context.storage_call(_archive_faults, CodeStore(context.storage), project, code)
-    if faults:
-        raise InvalidSpec(tuple(faults))
-    # members of the project may then use what an administrator submitted
-    if caller.project is None:
-        await context.database_write(
-            context.code_archives.share, project, code.archive, caller.token_id
-        )
 
 
 def _missing(project: str) -> FieldError:

@@ -17,10 +17,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from everstep.spec.run_spec import spec_schema
-from service.api.context import ApiContext
+from service.api.blocking import storage_call
 from service.api.problems import not_found
 from service.model.run_rows import RunRow
 from storage.errors import StorageError
+from storage.filesystem import Storage
 from storage.run_dir import RunDir
 
 router: Final = APIRouter(include_in_schema=False)
@@ -127,14 +128,14 @@ def asset_response(found: Asset, request: Request, *, is_final: bool) -> Respons
 # Where a run is recorded at Weights & Biases, for its page.
 
 
-async def wandb_place(context: ApiContext, run: RunRow) -> dict[str, Any] | None:
+async def wandb_place(storage: Storage, run: RunRow) -> dict[str, Any] | None:
     """Return what the run's driver has noted: ``url``, ``files`` and ``problem``; None if the run
     is not recorded there, or nothing is noted yet."""
     if run.stored_spec.wandb is None:
         return None
-    run_dir = RunDir(context.storage, run.id)
+    run_dir = RunDir(storage, run.id)
     try:
-        data = await context.storage_call(run_dir.files.read, run_dir.wandb_path("run.json"))
+        data = await storage_call(run_dir.files.read, run_dir.wandb_path("run.json"))
         noted = json.loads(data)
     except (StorageError, ValueError):
         return None

@@ -11,9 +11,10 @@ from fastapi import APIRouter, Request, Response
 from everstep.text import words as cli_words
 from everstep.wire import Node, RunStatus
 from service.api import cluster
-from service.api.context import Context
+from service.api.blocking import db_read
+from service.api.dependencies import Cluster, Marks, Ready, Runs
 from service.db.run_lookup import RunFilter
-from service.runs.routes import run_answers
+from service.runs.views import Views
 from service.web.rendering import PageRoute, page
 from service.web.session import WebCaller
 
@@ -25,13 +26,15 @@ _MOST_QUEUED: Final = 1000
 
 
 @router.get("/cluster")
-async def get_cluster(request: Request, context: Context, caller: WebCaller) -> Response:
-    info = await cluster.get_cluster(context, caller)
+async def get_cluster(
+    request: Request, view: Cluster, runs: Runs, marks: Marks, ready: Ready, caller: WebCaller
+) -> Response:
+    info = await cluster.get_cluster(view, runs, marks, caller)
     ids = {run_id for node in info.nodes for run_id in node.runs}
-    live = await context.database_call(context.runs.live)
-    runs = {run.id: run for run in live if run.id in ids}
+    live = await db_read(runs.live)
+    shown = {run.id: run for run in live if run.id in ids}
     ranks: dict[tuple[str, str], list[int]] = {}
-    for run in runs.values():
+    for run in shown.values():
         for worker in run.workers:
             ranks.setdefault((run.id, worker["node_id"]), []).append(worker["rank"])
     hosts: dict[tuple[str, str], list[Node]] = {}
@@ -43,7 +46,7 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
         "cluster.html",
         caller,
         info=info,
-        runs=runs,
+        runs=shown,
         ranks=ranks,
         totals=_totals(hosts),
         resources_of=partial(
@@ -51,7 +54,7 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
         ),
         # the load of a host once, however many nodes it has
         loads={nodes[0].id: nodes[0].load for nodes in hosts.values()},
-        lag_s=context.reconciler_lag_s(),
+        lag_s=ready.lag_s(),
     )
 
 
@@ -108,17 +111,17 @@ def _amount(name: str, amount: float) -> str:
 
 
 @router.get("/queue")
-async def get_queue(request: Request, context: Context, caller: WebCaller) -> Response:
+async def get_queue(request: Request, views: Views, caller: WebCaller) -> Response:
     """Show queued runs in the order in which they start: by priority, then by age."""
     where = RunFilter(project=caller.project, statuses=(RunStatus.QUEUED,))
-    rows = await context.database_call(context.runs.find, where, _MOST_QUEUED)
+    rows = await db_read(views.runs.find, where, _MOST_QUEUED)
     rows.sort(key=lambda run: (-run.priority, run.created_at, run.id))
     scaling = {row.id: row.stored_spec.scaling for row in rows}
     return page(
         request,
         "queue.html",
         caller,
-        runs=await run_answers(context, rows),
+        runs=await views.of(rows),
         scaling_of=scaling,
         most=_MOST_QUEUED,
     )

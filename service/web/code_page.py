@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from difflib import unified_diff
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query, Response
 
 from everstep.code import is_secret
 from service.api.auth import visible_run
-from service.api.context import Context
+from service.api.blocking import long_storage_call
+from service.api.dependencies import Runs
 from service.api.problems import not_found
 from service.model.run_rows import RunRow
 from service.web.compare import suggested
 from service.web.rendering import PageRoute
-from service.web.run_page import run_page
+from service.web.run_page import Pages
 from service.web.session import WebCaller, WebRun
 from storage.code import CodeStore, read_members
 from storage.errors import StorageNotFound
@@ -32,9 +33,9 @@ _MOST_LINES: Final = 2_000
 
 @router.get("/code")
 async def get_code(
-    request: Request,
     run: WebRun,
-    context: Context,
+    pages: Pages,
+    runs: Runs,
     caller: WebCaller,
     file: Annotated[str, Query(max_length=1000)] = "",
     against: Annotated[str, Query(max_length=64)] = "",
@@ -43,11 +44,11 @@ async def get_code(
     may submit runs reads one of them, or what differs in it."""
     if file:
         caller.require("submitter")
-    other = await visible_run(against.strip(), context, caller) if against.strip() else None
+    other = await visible_run(against.strip(), runs, caller) if against.strip() else None
 
     def read() -> tuple[list[tuple[str, int, str]], str]:
-        mine = _Code.of(context.storage, run, file)
-        theirs = _Code.of(context.storage, other, file) if other else mine
+        mine = _Code.of(pages.storage, run, file)
+        theirs = _Code.of(pages.storage, other, file) if other else mine
         paths = sorted(mine.files | theirs.files)
         if file and file not in paths:
             raise not_found(f"the code has no file {file[:200]!r}; choose one of the list")
@@ -56,12 +57,9 @@ async def get_code(
         ], _text(file, mine, theirs if other else None)
 
     # Archives take memory and time: two are read at a time.
-    files, text = await context.long_storage_call(read)
-    return await run_page(
-        request,
+    files, text = await long_storage_call(read)
+    return await pages.page(
         "code.html",
-        context,
-        caller,
         run,
         files=files,
         file=file,
@@ -70,7 +68,7 @@ async def get_code(
         other=other,
         suggested=[
             each
-            for each in await suggested(context, caller)
+            for each in await suggested(runs, caller)
             if each.id != run.id and each.stored_spec.code is not None
         ],
     )

@@ -23,16 +23,20 @@ from everstep.wire import Run
 from everstep.wire.events import PREFIX, mode_of, validation_name
 from service.api import streams
 from service.api.auth import visible_run
+from service.api.blocking import db_read
 from service.api.callers import Principal
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Runs, Series, Streams
 from service.api.problems import ApiProblem, invalid_request
+from service.db.events import SeriesStore
 from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
 from service.model.rows import METRIC_NAME_CHARS, MetricPoint
 from service.model.run_rows import RunRow
-from service.runs.routes import found_runs, parse_order, parse_tag, run_answers
+from service.runs.routes import parse_order, parse_tag
+from service.runs.views import Views
 from service.web.new_run import again
 from service.web.rendering import PageRoute, page
-from service.web.run_page import run_page
+from service.web.run_page import Pages
 from service.web.session import WebCaller, WebRun
 
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -50,7 +54,7 @@ _LARGER_IS_BETTER: Final = re.compile(
 @router.get("/compare")
 async def get_comparison(
     request: Request,
-    context: Context,
+    views: Views,
     caller: WebCaller,
     run: Annotated[list[str] | None, Query()] = None,
     tag: Annotated[str, Query(max_length=400)] = "",
@@ -67,13 +71,13 @@ async def get_comparison(
         )
     if tag:
         wanted = RunFilter(tags=(parse_tag(tag),))
-        found = await found_runs(context, caller, wanted, _MOST_LINES, None, parse_order(sort))
-        by_id = await context.database_call(context.runs.rows, [each.id for each in found.items])
+        found = await views.found(caller, wanted, _MOST_LINES, order=parse_order(sort))
+        by_id = await db_read(views.runs.rows, [each.id for each in found.items])
         every = tuple(each for each in found.items if each.id in by_id)
         specs = [by_id[each.id].spec for each in every]
     else:
-        rows = [await visible_run(run_id, context, caller) for run_id in ids]
-        every, specs = tuple(await run_answers(context, rows)), [row.spec for row in rows]
+        rows = [await visible_run(run_id, views.runs, caller) for run_id in ids]
+        every, specs = tuple(await views.of(rows)), [row.spec for row in rows]
     runs = every[:MOST_RUNS]
     return page(
         request,
@@ -83,7 +87,7 @@ async def get_comparison(
         measured=_measured(runs, specs[:MOST_RUNS]),
         differences=differences(specs[:MOST_RUNS]),
         parallel=picture(every, specs),
-        suggested=await suggested(context, caller),
+        suggested=await suggested(views.runs, caller),
         most=MOST_RUNS,
     )
 
@@ -130,33 +134,28 @@ def _known_mode(name: str, specs: Sequence[dict[str, Any]]) -> str | None:
 
 @router.get("/runs/{run_id}/spec")
 async def get_spec(
-    request: Request,
     run: WebRun,
-    context: Context,
+    pages: Pages,
+    runs: Runs,
     caller: WebCaller,
     against: Annotated[str, Query(max_length=64)] = "",
 ) -> Response:
     """Show the resolved spec, and its differences from another run's."""
-    other = await visible_run(against.strip(), context, caller) if against.strip() else None
-    return await run_page(
-        request,
+    other = await visible_run(against.strip(), runs, caller) if against.strip() else None
+    return await pages.page(
         "spec.html",
-        context,
-        caller,
         run,
         short=again(run),
         text=to_yaml(run.spec),
         other=other,
         differences=differences([run.spec, other.spec]) if other else [],
-        suggested=[each for each in await suggested(context, caller) if each.id != run.id],
+        suggested=[each for each in await suggested(runs, caller) if each.id != run.id],
     )
 
 
-async def suggested(context: ApiContext, caller: Principal) -> list[RunRow]:
+async def suggested(runs: RunStore, caller: Principal) -> list[RunRow]:
     """Return the newest runs that the caller can see, as suggestions to compare with."""
-    return await context.database_call(
-        context.runs.find, RunFilter(project=caller.project), _SUGGESTED
-    )
+    return await db_read(runs.find, RunFilter(project=caller.project), _SUGGESTED)
 
 
 # ---------------------------------------------------------------- curve table
@@ -170,7 +169,9 @@ _HEAD: Final = ("run_id", "run", "metric", "step", "time", "value")
 
 @router.get("/curves.csv")
 async def get_table(
-    context: Context,
+    runs: Runs,
+    series: Series,
+    streamed: Streams,
     caller: WebCaller,
     run: Annotated[list[str], Query()],
     name: Annotated[list[str], Query()],
@@ -184,23 +185,21 @@ async def get_table(
         )
     if any(len(each) > METRIC_NAME_CHARS for each in names):
         raise invalid_request("name", msg="is not the name of a metric")
-    rows = [await visible_run(run_id, context, caller) for run_id in ids]
+    rows = [await visible_run(run_id, runs, caller) for run_id in ids]
     headers = {"Content-Disposition": 'attachment; filename="curves.csv"'}
-    lines = _lines(context, rows, names)
-    return streams.response(context.followers, caller, lines, "text/csv; charset=utf-8", headers)
+    lines = _lines(series, rows, names)
+    return streams.response(streamed, caller, lines, "text/csv; charset=utf-8", headers)
 
 
 async def _lines(
-    context: ApiContext, runs: Sequence[RunRow], names: Sequence[str]
+    series: SeriesStore, runs: Sequence[RunRow], names: Sequence[str]
 ) -> AsyncGenerator[bytes]:
     yield _written([_HEAD])
     for run in runs:
         for name in names:
             step: int | None = -1
             while step is not None:
-                points = await context.database_call(
-                    context.series.behind, run.id, name, step, _BATCH_POINTS
-                )
+                points = await db_read(series.behind, run.id, name, step, _BATCH_POINTS)
                 yield _written([_row(run, point) for point in points])
                 step = points[-1].step if len(points) == _BATCH_POINTS else None
 

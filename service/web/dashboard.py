@@ -11,7 +11,8 @@ from fastapi.responses import RedirectResponse
 from starlette.exceptions import HTTPException
 
 from service.annex import Annex
-from service.api.context import Context
+from service.api.blocking import db_write
+from service.api.dependencies import Codes, Sessions, TheDoor
 from service.api.problems import ApiProblem, problem_of_request, problem_response
 from service.db.engine import DatabaseUnavailable
 from service.web import assets, cluster, code_page, compare, logs, new_run, run_list, run_page
@@ -19,12 +20,12 @@ from service.web.rendering import PageRoute, page, problem_page
 from service.web.session import (
     CheckedForm,
     begin_session,
-    caller_of,
     cookie_of,
     local_path,
     log_in,
     log_out_of_browser,
     read_form,
+    web_caller,
 )
 
 
@@ -53,7 +54,7 @@ async def _answer_unserved(request: Request, exc: Exception) -> Response:
     problem = problem_of_request(request, exc)
     if "text/html" in request.headers.get("accept", ""):
         with suppress(ApiProblem, DatabaseUnavailable):
-            await caller_of(request, request.app.state.context)
+            await web_caller(request)
         return problem_page(request, problem)
     return problem_response(problem)
 
@@ -73,17 +74,18 @@ async def get_first_page() -> Response:
 @router.get("/login")
 async def get_log_in(
     request: Request,
-    context: Context,
+    codes: Codes,
+    sessions: Sessions,
     next: str | None = None,
     code: Annotated[str | None, Query(max_length=200)] = None,
 ) -> Response:
     """Show the form, or log in by the code of a link that `everstep serve` printed."""
     target, problem = local_path(next), None
     if code is not None:
-        token_id = context.log_in_codes.take(code)
+        token_id = codes.take(code)
         if token_id is not None:
             response = RedirectResponse(target, 303)
-            await begin_session(request, response, context, token_id)
+            await begin_session(request, response, sessions, token_id)
             return response
         problem = "This link was used already, or is too old. Enter a token."
     return log_in_form(request, target, problem)
@@ -91,12 +93,15 @@ async def get_log_in(
 
 @router.post("/login")
 async def post_log_in(
-    request: Request, context: Context, form: Annotated[dict[str, str], Depends(read_form)]
+    request: Request,
+    door: TheDoor,
+    sessions: Sessions,
+    form: Annotated[dict[str, str], Depends(read_form)],
 ) -> Response:
     secret, target = form.get("token", "").strip(), local_path(form.get("next"))
     response = RedirectResponse(target, 303)
     try:
-        await log_in(request, response, context, secret)
+        await log_in(request, response, door, sessions, secret)
     except ApiProblem as exc:
         if exc.status != 401:
             raise
@@ -115,9 +120,9 @@ def log_in_form(request: Request, target: str, problem: str | None, status: int 
 
 
 @router.post("/logout")
-async def post_log_out(request: Request, context: Context, _form: CheckedForm) -> Response:
+async def post_log_out(request: Request, sessions: Sessions, _form: CheckedForm) -> Response:
     """End the session, wherever its cookie was copied to."""
-    await context.database_write(context.sessions.end, cookie_of(request))
+    await db_write(sessions.end, cookie_of(request))
     response = RedirectResponse("/login", 303)
     log_out_of_browser(request, response)
     return response

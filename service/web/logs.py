@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
 
 from everstep.text import events as event_words
@@ -16,10 +16,11 @@ from everstep.wire import LogLine
 from everstep.wire.events import EventKind
 from service.api import streams
 from service.api.answers import event_answer
-from service.api.context import Context
+from service.api.blocking import db_read
+from service.api.dependencies import Events, Logs, Streams
 from service.api.log_views import LogView
 from service.web.rendering import PageRoute
-from service.web.run_page import run_page
+from service.web.run_page import Pages
 from service.web.session import WebCaller, WebRun
 
 router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
@@ -46,21 +47,17 @@ class LogPage:
 
 @router.get("/logs")
 async def get_logs(
-    request: Request,
     run: WebRun,
-    context: Context,
-    caller: WebCaller,
+    pages: Pages,
+    logs: Logs,
     rank: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
     attempt: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
     search: Annotated[str, Query(max_length=200)] = "",
     before: Annotated[int | None, Query(ge=1, le=2**53)] = None,
 ) -> Response:
-    view = context.logs.view(run.id, int(rank) if rank else None, int(attempt) if attempt else None)
-    return await run_page(
-        request,
+    view = logs.view(run.id, int(rank) if rank else None, int(attempt) if attempt else None)
+    return await pages.page(
         "logs.html",
-        context,
-        caller,
         run,
         found=await newest(view, before, search.strip()),
         given={"rank": rank, "attempt": attempt, "search": search.strip()},
@@ -73,16 +70,17 @@ async def get_logs(
 @router.get("/logs.txt")
 async def get_all_lines(
     run: WebRun,
-    context: Context,
+    logs: Logs,
+    streamed: Streams,
     caller: WebCaller,
     rank: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
     attempt: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
 ) -> StreamingResponse:
     """Return every line as a file, in the order of attempts and time."""
-    view = context.logs.view(run.id, int(rank) if rank else None, int(attempt) if attempt else None)
+    view = logs.view(run.id, int(rank) if rank else None, int(attempt) if attempt else None)
     headers = {"Content-Disposition": f'attachment; filename="{run.id}.log"'}
     pieces = _all_lines(view, await view.read(0, _PIECE_LINES))
-    return streams.response(context.followers, caller, pieces, "text/plain", headers)
+    return streams.response(streamed, caller, pieces, "text/plain", headers)
 
 
 async def _all_lines(view: LogView, lines: list[LogLine]) -> AsyncGenerator[bytes]:
@@ -190,25 +188,19 @@ SHOWN: Final = frozenset().union(*GROUPS.values())
 
 @router.get("/events")
 async def get_events(
-    request: Request,
     run: WebRun,
-    context: Context,
-    caller: WebCaller,
+    pages: Pages,
+    events: Events,
     show: Annotated[str, Query(max_length=16)] = "",
     before: Annotated[int | None, Query(ge=1, le=2**53)] = None,
 ) -> Response:
     """Show events as text, newest first; minor events are left out."""
-    found = await context.database_call(
-        context.events.page_before, run.id, before, PAGE_EVENTS, GROUPS.get(show, SHOWN)
-    )
-    events = [event_answer(row) for row in found.rows]
-    return await run_page(
-        request,
+    found = await db_read(events.page_before, run.id, before, PAGE_EVENTS, GROUPS.get(show, SHOWN))
+    shown = [event_answer(row) for row in found.rows]
+    return await pages.page(
         "events.html",
-        context,
-        caller,
         run,
-        events=[(event, text) for event in events if (text := event_words.event(event))],
+        events=[(event, text) for event in shown if (text := event_words.event(event))],
         groups=("", *GROUPS),
         given=show if show in GROUPS else "",
         is_newest=before is None,

@@ -21,10 +21,9 @@ from everstep.wire.events import mode_of
 from service.api.auth import visible_run
 from service.api.bodies import check_shape, content_sha256, validated
 from service.api.callers import Principal
-from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem, invalid_request
 from service.model.run_rows import RunRow
-from service.runs.submission import submitted, validated_spec
+from service.runs.submission import Submissions, TheSubmissions
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, WebCaller
 
@@ -53,7 +52,7 @@ _WHERE: Final = re.compile(r"^the spec, line (\d+)(?:, column \d+)?: ")
 @router.get("/new")
 async def get_new_run(
     request: Request,
-    context: Context,
+    submissions: TheSubmissions,
     caller: WebCaller,
     template: Annotated[str, Query(max_length=64)] = "",
     run: Annotated[str, Query(alias="from", max_length=64)] = "",
@@ -63,7 +62,7 @@ async def get_new_run(
     that checkpoint."""
     caller.require("submitter")
     if run:
-        row = await visible_run(run, context, caller)
+        row = await visible_run(run, submissions.views.runs, caller)
         text = from_checkpoint(row, step) if step else again(row)
     else:
         found = template_text(template or DEFAULT_TEMPLATE)
@@ -73,38 +72,43 @@ async def get_new_run(
         text = found
         if caller.project is not None:
             text = with_value(text, ("project",), caller.project)
-    return await _editor(request, context, caller, text, template=template, origin=run, step=step)
+    return await _editor(
+        request, submissions, caller, text, template=template, origin=run, step=step
+    )
 
 
 @router.post("/new")
 async def post_new_run(
-    request: Request, context: Context, caller: WebCaller, form: CheckedForm
+    request: Request, submissions: TheSubmissions, caller: WebCaller, form: CheckedForm
 ) -> Response:
     """Submit the spec. The form has a key, so that sending it twice creates one run."""
     caller.require("submitter")
     text, key = form.get("spec", ""), form.get("key", "")
     try:
         raw = await validated(_parsed, text)
-        made, _ = await submitted(context, caller, raw, f"new-{key[:64]}-{content_sha256(raw)}")
+        made, _ = await submissions.submit(caller, raw, f"new-{key[:64]}-{content_sha256(raw)}")
     except InvalidSpec as exc:
-        response = await _editor(request, context, caller, text, key=key, faults=exc.errors)
+        response = await _editor(request, submissions, caller, text, key=key, faults=exc.errors)
         response.status_code = 422
         return response
     return RedirectResponse(f"/runs/{made['id']}", 303)
 
 
 @router.post("/new/check")
-async def post_check(context: Context, caller: WebCaller, form: CheckedForm) -> Response:
+async def post_check(submissions: TheSubmissions, caller: WebCaller, form: CheckedForm) -> Response:
     """Return every fault of a spec with its line, and what the fields of the form have in it."""
     caller.require("submitter")
     text = form.get("spec", "")
     return JSONResponse(
-        {"faults": await _faults(context, caller, text), "fields": await validated(_values, text)}
+        {
+            "faults": await _faults(submissions, caller, text),
+            "fields": await validated(_values, text),
+        }
     )
 
 
 @router.post("/new/field")
-async def post_field(context: Context, caller: WebCaller, form: CheckedForm) -> Response:
+async def post_field(caller: WebCaller, form: CheckedForm) -> Response:
     """Return the text of a spec with another value in a field of the form."""
     caller.require("submitter")
     path, given = form.get("path", ""), form.get("value", "").strip()
@@ -119,7 +123,7 @@ async def post_field(context: Context, caller: WebCaller, form: CheckedForm) -> 
 
 async def _editor(
     request: Request,
-    context: ApiContext,
+    submissions: Submissions,
     caller: Principal,
     text: str,
     *,
@@ -128,14 +132,14 @@ async def _editor(
     **values: Any,
 ) -> Response:
     known = catalog()
-    shown = await _faults(context, caller, text) if faults is None else await _placed(text, faults)
+    found = _faults(submissions, caller, text) if faults is None else _placed(text, faults)
     return page(
         request,
         "new.html",
         caller,
         text=text,
         key=key or secrets.token_hex(16),
-        faults=shown,
+        faults=await found,
         was_sent=faults is not None,
         fields=FIELDS,
         values=await validated(_values, text),
@@ -148,10 +152,10 @@ async def _editor(
     )
 
 
-async def _faults(context: ApiContext, caller: Principal, text: str) -> list[dict[str, Any]]:
+async def _faults(submissions: Submissions, caller: Principal, text: str) -> list[dict[str, Any]]:
     """Return the faults that a submission would name, with their lines."""
     try:
-        await validated_spec(context, caller, await validated(_parsed, text))
+        await submissions.validated(caller, await validated(_parsed, text))
     except InvalidSpec as exc:
         return await _placed(text, exc.errors)
     except ApiProblem as exc:

@@ -20,11 +20,12 @@ from everstep.text import failure
 from everstep.text import words as cli_words
 from everstep.wire import Failure, GoodputBuckets, ReasonCode, Run, RunStatus
 from everstep.wire.events import PREFIX, EventKind, system_figure, system_name
-from service.annex import Annex, PageLink
+from service.annex import Annexes, PageLink
 from service.api.callers import Principal
-from service.api.context import ApiContext
 from service.api.problems import ApiProblem, as_problem
+from service.db.runs import RunStore
 from service.model.rows import EventRow
+from service.parts import parts_of
 from service.web.assets import asset_url
 from service.web.session import CSRF_FIELD, cookie_of, csrf_token
 
@@ -186,7 +187,7 @@ _NAVIGATION: Final = (
 
 
 @cache
-def _environment(annexes: tuple[Annex, ...]) -> Environment:
+def _environment(annexes: Annexes) -> Environment:
     """Return the templates of the core and of these annexes."""
     packages = ["service.web", *(each.package for each in annexes if each.package is not None)]
     environment = Environment(
@@ -218,19 +219,20 @@ def page(
         status: HTTP status.
         values: further variables of the template.
     """
-    context: ApiContext = request.app.state.context
+    parts = parts_of(request)
+    annexes = parts[Annexes]
     theme = request.cookies.get(THEME_COOKIE)
-    for annex in context.annexes:
+    for annex in annexes:
         if annex.page_values is not None:
-            values = {**annex.page_values(context), **values}
+            values = {**annex.page_values(parts), **values}
     text = (
-        _environment(context.annexes)
+        _environment(annexes)
         .get_template(template)
         .render(
             caller=caller,
             csrf=partial(csrf_token, cookie_of(request)),
             theme=theme if theme in ("light", "dark") else "auto",
-            now=datetime.fromtimestamp(context.clock(), UTC),
+            now=datetime.fromtimestamp(parts[RunStore].clock(), UTC),
             path=request.url.path,
             **values,
         )

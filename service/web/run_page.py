@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 from pydantic import ValidationError
 
@@ -18,21 +18,26 @@ from everstep.spec.plain_text import is_sayable
 from everstep.text import failure as failure_words
 from everstep.wire import MOST_NOTES_CHARS, Failure, Run, RunChange, RunStatus, Verdict
 from everstep.wire.events import EventKind, validation_name
+from service.annex import Annexes
 from service.api import streams
+from service.api.blocking import db_read, folded, of_history
 from service.api.callers import Principal
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Events, Feed, Gate, Series, Streams, TheStorage
 from service.api.problems import invalid_request
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.model.states import is_legal
+from service.parts import ServiceParts, parts_of
 from service.projections.checkpoints import choose
 from service.runs import checkpoints, history
-from service.runs import routes as runs
 from service.runs.history import thinned
+from service.runs.routes import Control, RunActions
+from service.runs.views import RunViews, Views
 from service.web import rendering
 from service.web.assets import wandb_place
 from service.web.rendering import PageRoute, bucket_shares, page, progress_share
 from service.web.session import CheckedForm, ControlledWebRun, WebCaller, WebRun
+from storage.filesystem import Storage
 
 router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
 
@@ -43,30 +48,40 @@ _MOST_CHECKPOINTS: Final = 500
 _MOST_EVENTS: Final = 10_000
 
 
-async def run_page(
-    request: Request,
-    template: str,
-    context: ApiContext,
-    caller: Principal,
-    row: RunRow,
-    /,
-    **values: Any,
-) -> Response:
-    """Render a page with the head that all pages of a run have: name, status, actions."""
-    [run] = await runs.run_answers(context, [row])
-    return page(
-        request,
-        template,
-        caller,
-        run=run,
-        actions=_actions(run, caller),
-        ray_job_id=row.ray_job_id,
-        has_code=row.stored_spec.code is not None,
-        progress_share=progress_share,
-        most_notes_chars=MOST_NOTES_CHARS,
-        wandb=await wandb_place(context, row),
-        **values,
-    )
+@dataclass(frozen=True)
+class RunPages:
+    """Renders the pages of a run for whoever is logged in."""
+
+    request: Request
+    caller: Principal
+    views: RunViews
+    storage: Storage
+
+    async def page(self, template: str, row: RunRow, /, **values: Any) -> Response:
+        """Render a page with the head that all pages of a run have: name, status, actions."""
+        [run] = await self.views.of([row])
+        return page(
+            self.request,
+            template,
+            self.caller,
+            run=run,
+            actions=_actions(run, self.caller),
+            ray_job_id=row.ray_job_id,
+            has_code=row.stored_spec.code is not None,
+            progress_share=progress_share,
+            most_notes_chars=MOST_NOTES_CHARS,
+            wandb=await wandb_place(self.storage, row),
+            **values,
+        )
+
+
+async def run_pages(
+    request: Request, caller: WebCaller, views: Views, storage: TheStorage
+) -> RunPages:
+    return RunPages(request, caller, views, storage)
+
+
+Pages = Annotated[RunPages, Depends(run_pages)]
 
 
 def _actions(run: Run, caller: Principal) -> list[str]:
@@ -83,19 +98,16 @@ def _actions(run: Run, caller: Principal) -> list[str]:
 
 
 @router.get("")
-async def get_run(request: Request, run: WebRun, context: Context, caller: WebCaller) -> Response:
-    failures, num_failures = await history.failures(context, run.id, slice(-_MOST_FAILURES, None))
-    goodput = await history.get_goodput(run, context)
-    times = await history.get_stragglers(run, context)
-    newest = await context.database_call(
-        context.events.page_before, run.id, None, _MOST_EVENTS, KINDS
+async def get_run(run: WebRun, pages: Pages, events: Events) -> Response:
+    failures, num_failures = await history.failures(
+        events, pages.storage, run.id, slice(-_MOST_FAILURES, None)
     )
-    drawn = await context.folded(partial(lanes, now=context.clock()), reversed(newest.rows))
-    return await run_page(
-        request,
+    goodput = await history.get_goodput(run, pages.views.runs)
+    times = await history.get_stragglers(run, events)
+    newest = await db_read(events.page_before, run.id, None, _MOST_EVENTS, KINDS)
+    drawn = await folded(partial(lanes, now=events.clock()), reversed(newest.rows))
+    return await pages.page(
         "run.html",
-        context,
-        caller,
         run,
         failures=[_failure_view(failure) for failure in reversed(failures)],
         num_older_failures=num_failures - len(failures),
@@ -106,21 +118,21 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         workers={worker["rank"]: worker for worker in run.workers},
         times=times,
         gpus={gpu.rank: gpu for gpu in times.gpus} if run.workers else {},
-        rehearsal=await history.get_rehearsal(run, context),
+        rehearsal=await history.get_rehearsal(run),
         is_own_code=run.stored_spec.code is not None,
         judged=validation_name(run.best["metric"]) if run.best else "",
         most_ranks=MOST_RANKS,
         last_seq=run.last_seq,
-        **await _from_annexes(context, run, caller),
+        **await _from_annexes(parts_of(pages.request), run),
     )
 
 
-async def _from_annexes(context: ApiContext, run: RunRow, caller: Principal) -> dict[str, Any]:
+async def _from_annexes(parts: ServiceParts, run: RunRow) -> dict[str, Any]:
     """Return what annexes show on the page of a run."""
     found: dict[str, Any] = {}
-    for annex in context.annexes:
+    for annex in parts[Annexes]:
         if annex.run_values is not None:
-            found |= await annex.run_values(context, run, caller)
+            found |= await annex.run_values(parts, run)
     return found
 
 
@@ -153,7 +165,8 @@ def _failure_view(failure: Failure) -> dict[str, Any]:
 @router.get("/curves.json")
 async def get_curves(
     run: WebRun,
-    context: Context,
+    store: Series,
+    events: Events,
     all: Annotated[bool, Query()] = False,
     system: Annotated[bool, Query()] = True,
     max_points: Annotated[int, Query(ge=4, le=5000)] = _POINTS,
@@ -163,13 +176,12 @@ async def get_curves(
     grouped = rendering.charts(run.metrics, run.best["metric"] if run.best else "")
     shown = grouped if all else grouped[:_CHARTS]
     if system:
-        names = await context.database_call(context.series.names, run.id)
+        names = await db_read(store.names, run.id)
         shown = [*shown, *rendering.system_charts(names)]
     series = await thinned(
-        context, run.id, [name for chart in shown for name in chart["names"]], max_points
+        store, run.id, [name for chart in shown for name in chart["names"]], max_points
     )
-    events = await context.database_call(context.events.of_kinds, run.id, rendering.MARK_KINDS)
-    marks = await context.folded(rendering.marks, events)
+    marks = await of_history(events, run.id, rendering.MARK_KINDS, rendering.marks)
     return JSONResponse(
         {
             "run": {"id": run.id, "name": run.name},
@@ -185,57 +197,63 @@ async def get_curves(
 @router.get("/stream")
 async def get_stream(
     run: WebRun,
-    context: Context,
+    feed: Feed,
+    streamed: Streams,
     caller: WebCaller,
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
     last_event_id: streams.LastEventId = None,
 ) -> StreamingResponse:
-    frames = context.feed.follow(run.id, streams.resume_after(last_event_id, after))
-    return streams.response(context.followers, caller, frames)
+    frames = feed.follow(run.id, streams.resume_after(last_event_id, after))
+    return streams.response(streamed, caller, frames)
 
 
 @router.get("/checkpoints")
-async def get_checkpoints(
-    request: Request, run: WebRun, context: Context, caller: WebCaller
-) -> Response:
+async def get_checkpoints(run: WebRun, pages: Pages, events: Events) -> Response:
     """Show the checkpoints that there are, the best one marked; those that retention deleted are
     folded away."""
-    found = (await checkpoints.list_checkpoints(run, context)).items
+    found = await checkpoints.all_checkpoints(events, run.id)
     deleted = [each for each in found if each.state == "deleted"]
     kept = [each for each in found if each.state != "deleted"]
     best, _ = choose(kept, run.id, run.stored_spec, "best")
-    return await run_page(
-        request,
+    return await pages.page(
         "checkpoints.html",
-        context,
-        caller,
         run,
         checkpoints=tuple(reversed(kept[-_MOST_CHECKPOINTS:])),
         deleted=tuple(reversed(deleted[-_MOST_CHECKPOINTS:])),
         best=best,
         best_metric=(run.stored_spec.best_by or ("",))[0],
         num_older=sum(max(0, len(each) - _MOST_CHECKPOINTS) for each in (kept, deleted)),
-        may_verify=caller.may("submitter"),
+        may_verify=pages.caller.may("submitter"),
     )
 
 
 @router.get("/checkpoints/{step}/archive")
 async def get_archive(
-    run: WebRun, context: Context, caller: WebCaller, step: checkpoints.Which
+    run: WebRun,
+    events: Events,
+    storage: TheStorage,
+    streamed: Streams,
+    caller: WebCaller,
+    step: checkpoints.Which,
 ) -> StreamingResponse:
-    return await checkpoints.get_archive(run, context, caller, step)
+    return await checkpoints.get_archive(run, events, storage, streamed, caller, step)
 
 
 @router.post("/checkpoints/{step}/verify")
 async def post_verify(
-    run: ControlledWebRun, context: Context, step: checkpoints.Which, _form: CheckedForm
+    run: ControlledWebRun,
+    events: Events,
+    storage: TheStorage,
+    gate: Gate,
+    step: checkpoints.Which,
+    _form: CheckedForm,
 ) -> Response:
-    checkpoint = await checkpoints.verify_checkpoint(run, context, step)
+    checkpoint = await checkpoints.verify_checkpoint(run, events, storage, gate, step)
     return RedirectResponse(f"/runs/{run.id}/checkpoints#step-{checkpoint.step}", 303)
 
 
 @router.post("/notes")
-async def post_notes(run: ControlledWebRun, context: Context, form: CheckedForm) -> Response:
+async def post_notes(run: ControlledWebRun, control: Control, form: CheckedForm) -> Response:
     text = form.get("notes", "").replace("\r\n", "\n")
     if not is_sayable(text):
         raise invalid_request("notes", msg="contain a character that cannot be stored; remove it")
@@ -245,27 +263,31 @@ async def post_notes(run: ControlledWebRun, context: Context, form: CheckedForm)
         raise invalid_request(
             "notes", msg=f"are too long; write at most {MOST_NOTES_CHARS} characters"
         ) from exc
-    await runs.changed_run(run, context, change)
+    await control.change(run, change)
     return RedirectResponse(f"/runs/{run.id}", 303)
 
 
 @router.post("/delete")
-async def post_delete(run: ControlledWebRun, context: Context, _form: CheckedForm) -> Response:
-    await runs.delete_run(run, context)
+async def post_delete(run: ControlledWebRun, control: Control, _form: CheckedForm) -> Response:
+    await control.delete(run)
     return RedirectResponse("/runs", 303)
 
 
-_ACTIONS: Final = {"pause": runs.pause_run, "resume": runs.resume_run, "cancel": runs.cancel_run}
+_ACTIONS: Final = {
+    "pause": RunActions.pause,
+    "resume": RunActions.resume,
+    "cancel": RunActions.cancel,
+}
 
 
 @router.post("/{action}")
 async def post_action(
     run: ControlledWebRun,
-    context: Context,
+    control: Control,
     action: Literal["pause", "resume", "cancel"],
     _form: CheckedForm,
 ) -> Response:
-    await _ACTIONS[action](run, context)
+    await _ACTIONS[action](control, run)
     return RedirectResponse(f"/runs/{run.id}", 303)
 
 

@@ -16,15 +16,15 @@ from typing import Annotated, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import Depends, Request, Response
-from starlette.requests import HTTPConnection
 
-from service.api.auth import admitted, caller_with, controlled_run, visible_run
-from service.api.bodies import MAX_BODY_BYTES
-from service.api.callers import Principal
-from service.api.context import ApiContext, Context
+from service.api.auth import controlled_run, visible_run
+from service.api.blocking import db_write
+from service.api.callers import Door, Principal
+from service.api.dependencies import Runs
 from service.api.problems import ApiProblem
-from service.db.tokens import LASTS_S, sha256_of
+from service.db.tokens import LASTS_S, SessionStore
 from service.model.run_rows import RunRow
+from service.parts import parts_of
 
 COOKIE: Final = "everstep_session"
 """Name of the cookie on a plain connection, as on this machine."""
@@ -33,26 +33,19 @@ CSRF_FIELD: Final = "csrf"
 _SALT_BYTES: Final = 16
 
 
-def cookie_of(request: HTTPConnection) -> str:
+def cookie_of(request: Request) -> str:
     """Return the session's secret from the browser; empty if there is none."""
     return request.cookies.get(SECURE_COOKIE if is_secure(request) else COOKIE, "")
 
 
-def is_secure(request: HTTPConnection) -> bool:
+def is_secure(request: Request) -> bool:
     """Return whether the browser's connection is encrypted."""
-    return request.url.scheme in ("https", "wss")
+    return request.url.scheme == "https"
 
 
-async def web_caller(request: Request, context: Context) -> Principal:
+async def web_caller(request: Request) -> Principal:
     """Return who is logged in. Raises 401 if nobody is; pages then redirect to the log-in page."""
-    return await caller_of(request, context)
-
-
-async def caller_of(request: HTTPConnection, context: ApiContext) -> Principal:
-    """Return who is logged in, for a request or a WebSocket. Raises 401 if nobody is."""
-    secret = cookie_of(request)
-    found = await context.database_call(context.sessions.find, secret) if secret else None
-    caller = admitted(request, context, found, sha256_of(secret))
+    caller = await parts_of(request)[Door].by_session(request, cookie_of(request))
     request.state.caller = caller
     return caller
 
@@ -60,9 +53,9 @@ async def caller_of(request: HTTPConnection, context: ApiContext) -> Principal:
 WebCaller = Annotated[Principal, Depends(web_caller)]
 
 
-async def web_run(run_id: str, context: Context, caller: WebCaller) -> RunRow:
+async def web_run(run_id: str, runs: Runs, caller: WebCaller) -> RunRow:
     """Return the run in the path. Runs of other projects do not exist for this caller: 404."""
-    return await visible_run(run_id, context, caller)
+    return await visible_run(run_id, runs, caller)
 
 
 WebRun = Annotated[RunRow, Depends(web_run)]
@@ -76,16 +69,18 @@ async def web_controlled_run(run: WebRun, caller: WebCaller) -> RunRow:
 ControlledWebRun = Annotated[RunRow, Depends(web_controlled_run)]
 
 
-async def log_in(request: Request, response: Response, context: ApiContext, token: str) -> None:
+async def log_in(
+    request: Request, response: Response, door: Door, sessions: SessionStore, token: str
+) -> None:
     """Start a session for a token and set its cookie. Raises 401 if the token is not valid."""
-    caller = await caller_with(request, context, token)
-    await begin_session(request, response, context, caller.token_id)
+    caller = await door.by_token(request, token)
+    await begin_session(request, response, sessions, caller.token_id)
 
 
 async def begin_session(
     request: Request,
     response: Response,
-    context: ApiContext,
+    sessions: SessionStore,
     token_id: str,
     lasts_s: float = LASTS_S,
 ) -> None:
@@ -93,9 +88,9 @@ async def begin_session(
     earlier session ends."""
     earlier = cookie_of(request)
     if earlier:
-        await context.database_write(context.sessions.end, earlier)
-    secret = await context.database_write(
-        context.sessions.begin,
+        await db_write(sessions.end, earlier)
+    secret = await db_write(
+        sessions.begin,
         token_id,
         lasts_s,
         request.client.host if request.client else None,
@@ -139,18 +134,12 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 async def read_fields(request: Request) -> list[tuple[str, str]]:
-    """Return the fields of a form from this origin. Raises 403 for another origin, 413 if it is too
-    large."""
+    """Return the fields of a form from this origin. Raises 403 for another origin."""
     _check_origin(request)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiProblem(
-                413, "body_too_large", f"The form is larger than {MAX_BODY_BYTES} bytes; send less."
-            )
     try:
-        return parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=100)
+        return parse_qsl(
+            (await request.body()).decode(), keep_blank_values=True, max_num_fields=100
+        )
     except ValueError as exc:
         raise ApiProblem(
             400, "malformed_form", "The form cannot be read; reload the page and send it again."

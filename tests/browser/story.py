@@ -242,7 +242,7 @@ class Teller:
 
 def story_token(api: ApiService) -> str:
     """A token of the administrator in the story."""
-    return api.context.tokens.create("ada", "admin", None)[1]
+    return api.tokens.create("ada", "admin", None)[1]
 
 
 def node(

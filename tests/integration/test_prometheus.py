@@ -124,7 +124,7 @@ async def test_every_panel_and_alert_is_answered(api: ApiService, prometheus: Pr
     run = api.runs.get(run_id)
     assert run is not None
     await api.create(name="waits")
-    seen = api.context.figures
+    seen = api.figures
     seen.started(run, 3.0)
     await prometheus.wait_for('everstep_checkpoints_total{result="failed"} == 0')
     api.clock.now += 4000

@@ -19,12 +19,24 @@ from everstep.wire import ClusterInfo, Node, NodeState
 from everstep.wire.events import EventKind
 from service.annex import Annex
 from service.annexes.registry import ANNEXES
-from service.api.context import ApiContext
+from service.api.callers import Door, TokenUse
+from service.api.log_views import LogViews
+from service.api.streams import EventFeed, Followers
+from service.cluster.cluster_view import ClusterView
+from service.cluster.ray_jobs import RayJobs
+from service.db.audit import AuditStore
+from service.db.events import EventStore, SeriesStore
+from service.db.node_marks import NodeMarks
+from service.db.projects import ProjectStore
+from service.db.runs import RunStore
+from service.db.tokens import SessionStore, TokenStore
+from service.figures import RunFigures
 from service.model.rows import Role
 from service.model.run_rows import RunRow
-from service.process.app import create_app
+from service.process.app import composed, create_app
 from service.process.http import UNREAD_S, drop_who_reads_nothing
 from service.settings import Settings
+from service.storage_identity import StorageGate
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent
 from tests.support.prepared_database import prepared_database
@@ -42,7 +54,7 @@ class ManualClock:
         return self.now
 
 
-class OneNodeCluster:
+class OneNodeCluster(ClusterView):
     """A cluster that the API may be asked about; of one node, unless a test sets ``nodes``."""
 
     dashboard_url: str | None = "http://ray.example:8265"
@@ -173,19 +185,27 @@ class ApiService:
         self.storage = open_storage(str(directory / "storage"))
         self.cluster = OneNodeCluster()
         self.lag_s: float | None = 0.25
+        self.figures = RunFigures(self.clock)
 
     async def __aenter__(self) -> Self:
-        self.context = ApiContext(
+        self.parts = parts = composed(
+            Settings(home=self.home, ray_address="http://127.0.0.1:9", drills=self.drills),
             self.database,
             self.storage,
             self.cluster,
-            lambda: self.lag_s,
-            self.clock,
-            settings=Settings(home=self.home, ray_address="http://127.0.0.1:9", drills=self.drills),
+            RayJobs(lambda: None),
+            lag_s=lambda: self.lag_s,
+            figures=self.figures,
             annexes=self.annexes,
+            clock=self.clock,
         )
-        self.runs, self.events = self.context.runs, self.context.events
-        self.context.storage_gate.check()  # as the service does before it serves
+        self.runs, self.events, self.series = parts[RunStore], parts[EventStore], parts[SeriesStore]
+        self.tokens, self.sessions = parts[TokenStore], parts[SessionStore]
+        self.audit, self.projects = parts[AuditStore], parts[ProjectStore]
+        self.feed, self.followers, self.logs = parts[EventFeed], parts[Followers], parts[LogViews]
+        self.door, self.token_use = parts[Door], parts[TokenUse]
+        self.node_marks, self.storage_gate = parts[NodeMarks], parts[StorageGate]
+        self.storage_gate.check()  # as the service does before it serves
         self._stack = AsyncExitStack()
         # asyncio turns Nagle's algorithm off only for sockets that say that they are TCP: else
         # every answer waits 40 ms.
@@ -194,7 +214,7 @@ class ApiService:
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = uvicorn.Server(
-            uvicorn.Config(create_app(self.context), log_config=None, lifespan="on")
+            uvicorn.Config(create_app(self.parts), log_config=None, lifespan="on")
         )
         self._serving = asyncio.create_task(self._server.serve([listener]))
         async with asyncio.timeout(60):
@@ -205,17 +225,21 @@ class ApiService:
 
     def set(self, **values: object) -> None:
         """Change settings of the service, also those that follow from others."""
-        self.context.settings = self.context.settings.model_copy(update=values)
+        self.parts.add(self.settings.model_copy(update=values))
+
+    @property
+    def settings(self) -> Settings:
+        return self.parts[Settings]
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-        self.context.feed.close()
+        self.feed.close()
         self._server.should_exit = True
         await self._serving
         self.database.close()
 
     def token(self, role: Role, project: str | None = None, **options: Any) -> str:
-        return self.context.tokens.create(f"{role} of {project}", role, project, **options)[1]
+        return self.tokens.create(f"{role} of {project}", role, project, **options)[1]
 
     def announce(self, monkeypatch: pytest.MonkeyPatch, role: Role = "admin") -> None:
         """Let commands and clients find this service by the environment, with a token of this

@@ -1,5 +1,5 @@
-"""A dashboard that records what it is asked and answers what a test sets, over real HTTP and
-WebSockets."""
+"""A dashboard that records what it is asked and answers what a test sets, over real
+HTTP."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket
+from starlette.routing import Route
 
 
 @dataclass
@@ -27,8 +26,6 @@ class TellingDashboard:
     """Method, path with query, and headers of each request."""
     answers: dict[str, Response] = field(default_factory=dict)
     """Path -> its answer; others get an empty JSON object."""
-    messages: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
-    """What the WebSocket of a job's log sends."""
 
     async def answer(self, request: Request) -> Response:
         query = f"?{request.url.query}" if request.url.query else ""
@@ -37,27 +34,13 @@ class TellingDashboard:
             return Response("Unauthorized", 401)
         return self.answers.get(request.url.path) or JSONResponse({})
 
-    async def tail(self, socket: WebSocket) -> None:
-        self.asked.append(("WEBSOCKET", socket.url.path, dict(socket.headers)))
-        if socket.headers.get("authorization") != f"Bearer {self.token}":
-            await socket.close()
-            return
-        await socket.accept()
-        while True:
-            await socket.send_text(await self.messages.get())
-
 
 @asynccontextmanager
 async def telling_dashboard() -> AsyncIterator[TellingDashboard]:
     """Serve one on a free port of this loop."""
     dashboard = TellingDashboard()
     methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
-    app = Starlette(
-        routes=[
-            WebSocketRoute("/api/jobs/{job}/logs/tail", dashboard.tail),
-            Route("/{path:path}", dashboard.answer, methods=methods),
-        ]
-    )
+    app = Starlette(routes=[Route("/{path:path}", dashboard.answer, methods=methods)])
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     dashboard.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

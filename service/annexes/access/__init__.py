@@ -9,22 +9,26 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Final
 
-from service.annex import Annex, ServiceParts
+from service.annex import Annex
 from service.annexes.access import account, routes, single_sign_on
 from service.annexes.access.provider import CALLBACK_PATH, Provider
-from service.api.context import ApiContext
+from service.api.answers import ServiceLinks
+from service.parts import ServiceParts
+from service.settings import Settings
 
 
-def page_values(context: ApiContext) -> Mapping[str, Any]:
+def page_values(parts: ServiceParts) -> Mapping[str, Any]:
     """Return the name of the identity provider for the page to log in."""
-    provider = context.part(Provider)
+    provider = parts.find(Provider)
     return {"provider": provider.rule.label if provider is not None else None}
 
 
 def opened(parts: ServiceParts) -> nullcontext[Provider] | None:
     """Return the identity provider at which people log in; None for tokens only."""
-    rule = parts.settings.provider
-    return None if rule is None else nullcontext(Provider(rule, parts.public_url + CALLBACK_PATH))
+    rule = parts[Settings].provider
+    if rule is None:
+        return None
+    return nullcontext(Provider(rule, f"{parts[ServiceLinks].public_url}{CALLBACK_PATH}"))
 
 
 ACCESS: Final = Annex(

@@ -9,9 +9,11 @@ from fastapi.responses import RedirectResponse
 from pydantic import TypeAdapter, ValidationError
 
 from everstep.wire.team import TokenName
-from service.api.context import ApiContext, Context
+from service.api.blocking import db_read, db_write
+from service.api.callers import Principal
+from service.api.dependencies import Sessions, Tokens
 from service.api.problems import ApiProblem, invalid_request, not_found
-from service.db.tokens import sha256_of
+from service.db.tokens import SessionStore, TokenStore, sha256_of
 from service.model.rows import RANK, SessionRow, TokenKind, TokenRow, maybe_time, to_time
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, WebCaller, cookie_of
@@ -24,9 +26,9 @@ _DAYS: Final = (7, 30, LONGEST_DAYS)
 _LABEL: Final[TypeAdapter[str]] = TypeAdapter(TokenName)
 
 
-async def session_token(request: Request, context: Context, _caller: WebCaller) -> TokenRow:
+async def session_token(request: Request, sessions: Sessions, _caller: WebCaller) -> TokenRow:
     """Return the token that this browser's session stands for."""
-    found = await context.database_call(context.sessions.find, cookie_of(request))
+    found = await db_read(sessions.find, cookie_of(request))
     if found is None:
         raise ApiProblem(401, "unauthorized", "The session has just ended; log in again.")
     return found
@@ -37,25 +39,26 @@ SessionToken = Annotated[TokenRow, Depends(session_token)]
 
 @router.get("")
 async def get_account(
-    request: Request, context: Context, caller: WebCaller, token: SessionToken
+    request: Request, sessions: Sessions, tokens: Tokens, caller: WebCaller, token: SessionToken
 ) -> Response:
     """Show the caller's rights, sessions and personal tokens."""
-    return await _account(request, context, caller, token)
+    return await _account(request, sessions, tokens, caller, token)
 
 
 async def _account(
     request: Request,
-    context: ApiContext,
-    caller: WebCaller,
+    sessions: SessionStore,
+    tokens: TokenStore,
+    caller: Principal,
     token: TokenRow,
     made: str | None = None,
 ) -> Response:
     here = sha256_of(cookie_of(request))
-    sessions = await context.database_call(context.sessions.valid, caller.holder)
+    held = await db_read(sessions.valid, caller.holder)
     grants, personal = [], []
     if token.kind == "log_in":
-        grants = await _tokens_of(context, token, "log_in")
-        personal = await _tokens_of(context, token, "personal")
+        grants = await _tokens_of(tokens, token, "log_in")
+        personal = await _tokens_of(tokens, token, "personal")
     return page(
         request,
         "account.html",
@@ -63,7 +66,7 @@ async def _account(
         token=token,
         grants=grants,
         personal=[(row, maybe_time(row.expires_at)) for row in personal],
-        sessions=[_shown(row, here) for row in sessions],
+        sessions=[_shown(row, here) for row in held],
         roles=[role for role in RANK if RANK[role] <= RANK[token.role]],
         days=_DAYS,
         made=made,
@@ -81,40 +84,49 @@ def _shown(row: SessionRow, here: str) -> dict[str, object]:
 
 @router.post("/rights")
 async def post_rights(
-    request: Request, context: Context, form: CheckedForm, token: SessionToken
+    request: Request,
+    sessions: Sessions,
+    tokens: Tokens,
+    form: CheckedForm,
+    token: SessionToken,
 ) -> Response:
     """Use other rights of the same user in this session, such as another project."""
-    mine = await _tokens_of(context, token, "log_in") if token.kind == "log_in" else []
+    mine = await _tokens_of(tokens, token, "log_in") if token.kind == "log_in" else []
     chosen = next((row for row in mine if row.id == form.get("token_id")), None)
     if chosen is None:
         raise not_found("these rights are not yours any more; log in again")
-    await context.database_write(context.sessions.switch, cookie_of(request), chosen)
+    await db_write(sessions.switch, cookie_of(request), chosen)
     return RedirectResponse("/account", 303)
 
 
-async def _tokens_of(context: ApiContext, session: TokenRow, kind: TokenKind) -> list[TokenRow]:
+async def _tokens_of(store: TokenStore, session: TokenRow, kind: TokenKind) -> list[TokenRow]:
     """Return the tokens of a session's user; none if an administrator made its token."""
     if session.user_id is None:
         return []
-    return await context.database_call(context.tokens.of_user, session.user_id, kind)
+    return await db_read(store.of_user, session.user_id, kind)
 
 
 @router.post("/sessions/end")
 async def post_end_session(
-    request: Request, context: Context, caller: WebCaller, form: CheckedForm
+    request: Request, sessions: Sessions, caller: WebCaller, form: CheckedForm
 ) -> Response:
     """End one of the caller's sessions, or all but this one."""
     session_id = form.get("session_id")
     if session_id:
-        await context.database_write(context.sessions.end_by_id, session_id, caller.holder)
+        await db_write(sessions.end_by_id, session_id, caller.holder)
     else:
-        await context.database_write(context.sessions.end_others, cookie_of(request), caller.holder)
+        await db_write(sessions.end_others, cookie_of(request), caller.holder)
     return RedirectResponse("/account", 303)
 
 
 @router.post("/tokens")
 async def post_token(
-    request: Request, context: Context, caller: WebCaller, form: CheckedForm, token: SessionToken
+    request: Request,
+    sessions: Sessions,
+    tokens: Tokens,
+    caller: WebCaller,
+    form: CheckedForm,
+    token: SessionToken,
 ) -> Response:
     """Make a personal token with at most the rights of this session, and show it once."""
     if token.kind != "log_in":
@@ -134,19 +146,17 @@ async def post_token(
         raise invalid_request("role", msg=f"choose at most your own role, {token.role}")
     if not 1 <= days <= LONGEST_DAYS:
         raise invalid_request("days", msg=f"choose 1 to {LONGEST_DAYS} days")
-    expires_at = context.clock() + days * 86400
-    _, secret = await context.database_write(
-        context.tokens.create_personal, token, label, role, expires_at
-    )
-    return await _account(request, context, caller, token, secret)
+    expires_at = tokens.clock() + days * 86400
+    _, secret = await db_write(tokens.create_personal, token, label, role, expires_at)
+    return await _account(request, sessions, tokens, caller, token, secret)
 
 
 @router.post("/tokens/revoke")
-async def post_revoke(context: Context, form: CheckedForm, token: SessionToken) -> Response:
+async def post_revoke(tokens: Tokens, form: CheckedForm, token: SessionToken) -> Response:
     """Revoke a personal token of the caller."""
-    mine = await _tokens_of(context, token, "personal")
+    mine = await _tokens_of(tokens, token, "personal")
     token_id = form.get("token_id", "")
     if token_id not in {row.id for row in mine}:
         raise not_found("this token is not yours, or is already revoked")
-    await context.database_write(context.tokens.revoke, token_id)
+    await db_write(tokens.revoke, token_id)
     return RedirectResponse("/account", 303)

@@ -19,13 +19,14 @@ from everstep.wire.team import (
 )
 from service.api.answers import Cursor, Limit, answer_of, page_of, position
 from service.api.auth import EMBEDDED_TRUST, Administrator, Caller
+from service.api.blocking import db_read, db_write
 from service.api.bodies import ApiRouter, Parsed, example
 from service.api.callers import Principal
-from service.api.context import ApiContext, Context
+from service.api.dependencies import AuditLog, Projects, Sessions, TheSettings, Tokens
 from service.api.openapi import CreateProject, followed_by, problem_answers
 from service.api.problems import invalid_request, not_found
 from service.db.audit import note_target
-from service.db.projects import ProjectLoad, quotas_of
+from service.db.projects import ProjectLoad, ProjectStore, quotas_of
 from service.db.tokens import Holder
 from service.model.rows import ProjectRow
 
@@ -59,20 +60,20 @@ TokenPath = Annotated[str, Path(max_length=32, description="The token's id: `tok
     },
 )
 async def put_project(
-    _caller: Administrator, wanted: ProjectBody, response: Response, context: Context
+    _caller: Administrator, wanted: ProjectBody, response: Response, projects: Projects
 ) -> Project:
     """Replaces the project's quotas; they apply to runs that start or are submitted from now on."""
-    row, is_new = await context.database_write(context.projects.put, wanted.name, wanted.quotas)
+    row, is_new = await db_write(projects.put, wanted.name, wanted.quotas)
     response.status_code = 201 if is_new else 200
-    return await _project(context, row.name)
+    return await _project(projects, row.name)
 
 
 @router.get("/projects", summary="Projects", responses=problem_answers(403, 422))
 async def list_projects(
-    _caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None
+    _caller: Administrator, projects: Projects, limit: Limit = 50, cursor: Cursor = None
 ) -> Page[Project]:
     """Every project by name, with its quotas and usage."""
-    found = await context.database_call(context.projects.all)
+    found = await db_read(projects.all)
     shown, behind = page_of(found, lambda each: (each[0].name,), cursor, limit)
     return Page(
         items=tuple(_project_answer(row, usage) for row, usage in shown), next_cursor=behind
@@ -80,8 +81,8 @@ async def list_projects(
 
 
 @router.get("/projects/{project}", summary="One project", responses=problem_answers(403, 404, 422))
-async def get_project(_caller: Administrator, project: ProjectPath, context: Context) -> Project:
-    return await _project(context, project)
+async def get_project(_caller: Administrator, project: ProjectPath, projects: Projects) -> Project:
+    return await _project(projects, project)
 
 
 @router.delete(
@@ -90,15 +91,15 @@ async def get_project(_caller: Administrator, project: ProjectPath, context: Con
     summary="Delete a project",
     responses=problem_answers(403, 404, 409, 422),
 )
-async def delete_project(_caller: Administrator, project: ProjectPath, context: Context) -> None:
+async def delete_project(_caller: Administrator, project: ProjectPath, projects: Projects) -> None:
     """Only projects without runs and tokens."""
     note_target(project)
-    if not await context.database_write(context.projects.delete, project):
+    if not await db_write(projects.delete, project):
         raise not_found(f"project {project} does not exist")
 
 
-async def _project(context: ApiContext, name: str) -> Project:
-    for row, usage in await context.database_call(context.projects.all):
+async def _project(projects: ProjectStore, name: str) -> Project:
+    for row, usage in await db_read(projects.all):
         if row.name == name:
             return _project_answer(row, usage)
     raise not_found(f"project {name} does not exist")
@@ -124,7 +125,8 @@ async def create_token(
     _caller: Administrator,
     wanted: TokenBody,
     response: Response,
-    context: Context,
+    tokens: Tokens,
+    settings: TheSettings,
     create_project: CreateProject = False,
 ) -> NewToken:
     """The secret is only in this response; the service stores its hash."""
@@ -145,10 +147,10 @@ async def create_token(
             "project", msg=f"a {wanted.role} belongs to a project; set project{also}"
         )
     expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
-    if expires_at is not None and expires_at <= context.clock():
+    if expires_at is not None and expires_at <= tokens.clock():
         raise invalid_request("expires_at", msg="is in the past; use a future time, or omit it")
-    row, secret = await context.database_write(
-        context.tokens.create,
+    row, secret = await db_write(
+        tokens.create,
         wanted.name,
         wanted.role,
         wanted.project,
@@ -156,16 +158,16 @@ async def create_token(
         create_project=create_project,
     )
     response.headers["Cache-Control"] = "no-store"
-    warning = EMBEDDED_TRUST if context.settings.embedded and row.role == "submitter" else None
+    warning = EMBEDDED_TRUST if settings.embedded and row.role == "submitter" else None
     return answer_of(NewToken, row, token=secret, warning=warning)
 
 
 @router.get("/tokens", summary="Tokens", responses=problem_answers(403, 422))
 async def list_tokens(
-    _caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None
+    _caller: Administrator, tokens: Tokens, limit: Limit = 50, cursor: Cursor = None
 ) -> Page[Token]:
     """Every token that is not revoked, including expired ones, oldest first; without secrets."""
-    found = await context.database_call(context.tokens.valid)
+    found = await db_read(tokens.valid)
     shown, behind = page_of(found, lambda row: (row.created_at, row.id), cursor, limit)
     return Page(items=tuple(answer_of(Token, row) for row in shown), next_cursor=behind)
 
@@ -176,10 +178,10 @@ async def list_tokens(
     summary="Revoke a token",
     responses=problem_answers(403, 404, 422),
 )
-async def revoke_token(_caller: Administrator, token_id: TokenPath, context: Context) -> None:
+async def revoke_token(_caller: Administrator, token_id: TokenPath, tokens: Tokens) -> None:
     """Effective on every replica as soon as this returns."""
     note_target(token_id)
-    if not await context.database_write(context.tokens.revoke, token_id):
+    if not await db_write(tokens.revoke, token_id):
         raise not_found(f"token {token_id} does not exist, or is already revoked")
 
 
@@ -189,7 +191,7 @@ async def revoke_token(_caller: Administrator, token_id: TokenPath, context: Con
 @router.get("/audit", summary="Who changed what", responses=problem_answers(403, 422))
 async def list_audit(
     _caller: Administrator,
-    context: Context,
+    log: AuditLog,
     token_id: Annotated[
         str | None, Query(max_length=32, description="Only calls of this token.")
     ] = None,
@@ -198,7 +200,7 @@ async def list_audit(
 ) -> Page[AuditEntry]:
     """Every call that changed something or was refused, newest first."""
     before = None if cursor is None else position(cursor, 0)
-    found = await context.database_call(context.audit.page, limit + 1, before, token_id)
+    found = await db_read(log.page, limit + 1, before, token_id)
     items = tuple(answer_of(AuditEntry, row) for row in found[:limit])
     return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > limit else None)
 
@@ -217,11 +219,11 @@ def _reached(caller: Principal) -> Holder | None:
 
 @router.get("/sessions", summary="Log-ins of browsers", responses=problem_answers(422))
 async def list_sessions(
-    caller: Caller, context: Context, limit: Limit = 50, cursor: Cursor = None
+    caller: Caller, sessions: Sessions, limit: Limit = 50, cursor: Cursor = None
 ) -> Page[Session]:
     """Sessions that have not ended, newest first: the caller's own, or everybody's for an
     administrator. A user's own are those of all their log-ins."""
-    found = await context.database_call(context.sessions.valid, _reached(caller))
+    found = await db_read(sessions.valid, _reached(caller))
     shown, behind = page_of(found, lambda row: (-row.created_at, row.sha256), cursor, limit)
     return Page(items=tuple(answer_of(Session, row) for row in shown), next_cursor=behind)
 
@@ -232,7 +234,7 @@ async def list_sessions(
     summary="End a session",
     responses=problem_answers(404, 422),
 )
-async def revoke_session(caller: Caller, session_id: SessionPath, context: Context) -> None:
+async def revoke_session(caller: Caller, session_id: SessionPath, sessions: Sessions) -> None:
     """Effective on every replica as soon as this returns."""
-    if not await context.database_write(context.sessions.end_by_id, session_id, _reached(caller)):
+    if not await db_write(sessions.end_by_id, session_id, _reached(caller)):
         raise not_found(f"session {session_id} does not exist, or has ended")

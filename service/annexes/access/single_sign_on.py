@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 import structlog
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from sqlalchemy import Column, Connection, Double, String, Table, UniqueConstraint, insert, update
 
@@ -20,7 +20,8 @@ from service.annexes.access.provider import (
     Provider,
     ProviderUnavailable,
 )
-from service.api.context import ApiContext, Context
+from service.api.blocking import db_write
+from service.api.dependencies import Sessions, TheDatabase
 from service.api.problems import not_found
 from service.db.engine import Store, insert_into
 from service.db.ids import random_id
@@ -29,6 +30,7 @@ from service.db.tables import metadata, tokens
 from service.db.tokens import SECRET_BYTES, sha256_of
 from service.model.operator_rules import Grant
 from service.model.rows import StoredRow, TokenRow
+from service.parts import parts_of
 from service.web.dashboard import log_in_form
 from service.web.rendering import PageRoute
 from service.web.session import begin_session, is_secure, local_path
@@ -41,11 +43,15 @@ FLOW_COOKIE: Final = "everstep_flow"
 _FIRST_PAGE: Final = local_path(None)
 
 
-def _provider(context: ApiContext) -> Provider:
-    found = context.part(Provider)
+async def provider_of(request: Request) -> Provider:
+    """Return the identity provider. Raises 404 if this service has none."""
+    found = parts_of(request).find(Provider)
     if found is None:
         raise not_found("this service has no identity provider; log in with a token at /login")
     return found
+
+
+TheProvider = Annotated[Provider, Depends(provider_of)]
 
 
 def _cookie_name(request: Request) -> str:
@@ -55,16 +61,15 @@ def _cookie_name(request: Request) -> str:
 @router.get("/login/oidc")
 async def get_log_in_at_provider(
     request: Request,
-    context: Context,
+    provider: TheProvider,
     next: Annotated[str | None, Query(max_length=2000)] = None,
 ) -> Response:
     """Send the browser to the provider, with the secrets of this log-in in a cookie."""
-    provider = _provider(context)
     flow = Flow.new(local_path(next))
     try:
         response = RedirectResponse(await provider.address(flow), 303)
     except ProviderUnavailable as exc:
-        return _refused(request, context, flow.target, exc, 503)
+        return _refused(request, flow.target, exc, 503)
     response.set_cookie(
         _cookie_name(request),
         flow.cookie(),
@@ -78,21 +83,22 @@ async def get_log_in_at_provider(
 
 
 @router.get(CALLBACK_PATH)
-async def get_back_from_provider(request: Request, context: Context) -> Response:
+async def get_back_from_provider(
+    request: Request, provider: TheProvider, users: Users, sessions: Sessions
+) -> Response:
     """Take the provider's answer: begin a session, or say why not. The cookie works once."""
-    provider = _provider(context)
     flow = Flow.read(request.cookies.get(_cookie_name(request), ""))
     target = local_path(flow.target) if flow else _FIRST_PAGE
     try:
         if flow is None:
             raise LogInRefused("this log-in was not begun in this browser, or took too long")
-        token = await _logged_in(context, provider, flow, request)
+        token = await _logged_in(users, provider, flow, request)
         response: Response = RedirectResponse(target, 303)
-        await begin_session(request, response, context, token.id, provider.rule.lasts_s)
+        await begin_session(request, response, sessions, token.id, provider.rule.lasts_s)
     except LogInRefused as exc:
-        response = _refused(request, context, target, exc, 403)
+        response = _refused(request, target, exc, 403)
     except ProviderUnavailable as exc:
-        response = _refused(request, context, target, exc, 503)
+        response = _refused(request, target, exc, 503)
     response.delete_cookie(
         _cookie_name(request), path="/", secure=is_secure(request), httponly=True, samesite="lax"
     )
@@ -100,15 +106,15 @@ async def get_back_from_provider(request: Request, context: Context) -> Response
 
 
 async def _logged_in(
-    context: ApiContext, provider: Provider, flow: Flow, request: Request
+    users: UserStore, provider: Provider, flow: Flow, request: Request
 ) -> TokenRow:
     """Return the token of the user's highest rights. Raises LogInRefused for someone without
     rights, whose earlier ones are then revoked."""
     rule = provider.rule
     identity = await provider.identity(flow, request.query_params)
     grants = rule.grants.grants(identity.groups)
-    tokens = await context.database_write(
-        UserStore(context.database, context.clock).log_in,
+    tokens = await db_write(
+        users.log_in,
         rule.issuer,
         identity.subject,
         identity.name,
@@ -124,9 +130,7 @@ async def _logged_in(
     return tokens[0]
 
 
-def _refused(
-    request: Request, context: ApiContext, target: str, why: Exception, status: int
-) -> Response:
+def _refused(request: Request, target: str, why: Exception, status: int) -> Response:
     log.warning("log-in refused", problem=str(why), status=status)
     problem = f"Not logged in: {why}."
     return log_in_form(request, target, problem, status)
@@ -166,7 +170,7 @@ class UserStore(Store):
 
     def _recorded(self, connection: Connection, issuer: str, subject: str, name: str) -> UserRow:
         """Insert or refresh the user's row, which stays locked until the transaction ends."""
-        now = self._clock()
+        now = self.clock()
         row = UserRow(random_id("user"), issuer, subject, name, now, now)
         connection.execute(
             insert_into(users, connection.dialect)
@@ -190,7 +194,7 @@ class UserStore(Store):
         lost = list(token_ids)
         if lost:
             connection.execute(
-                update(tokens).where(tokens.c.id.in_(lost)).values(revoked_at=self._clock())
+                update(tokens).where(tokens.c.id.in_(lost)).values(revoked_at=self.clock())
             )
 
     def _rename(self, connection: Connection, user: UserRow) -> None:
@@ -202,7 +206,7 @@ class UserStore(Store):
         )
 
     def _new_token(self, connection: Connection, user: UserRow, grant: Grant) -> TokenRow:
-        now = self._clock()
+        now = self.clock()
         if grant.project is not None:
             ensure_project(connection, grant.project, now, create=True)
         row = TokenRow(
@@ -218,6 +222,13 @@ class UserStore(Store):
         )
         connection.execute(insert(tokens), row.columns())
         return row
+
+
+async def user_store(database: TheDatabase, sessions: Sessions) -> UserStore:
+    return UserStore(database, sessions.clock)
+
+
+Users = Annotated[UserStore, Depends(user_store)]
 
 
 def _is_covered(row: TokenRow, grants: Sequence[Grant]) -> bool:

@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from service.annex import Annex, Beside, PageLink, ServiceParts
+from service.annex import Annex, Beside, PageLink
 from service.annexes.alerts import pages, routes
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import TELLING_KINDS, DeliveryStore, IncidentStore, apply_alerts
 from service.annexes.alerts.tables import alerts
+from service.api.answers import ServiceLinks
+from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.tables import TableHooks
+from service.parts import ServiceParts
 from service.reconciler.loop import Background
+from service.settings import Settings
 
 INTERVAL_S: Final = 1.0
 
 
 def beside(parts: ServiceParts) -> Sequence[Beside]:
     """Return the work that sends messages."""
-    settings = parts.settings
+    settings, database = parts[Settings], parts[Database]
     sender = AlertSender(
-        DeliveryStore(parts.database),
-        IncidentStore(parts.database),
-        EventStore(parts.database),
+        DeliveryStore(database),
+        IncidentStore(database),
+        EventStore(database),
         settings.notify,
         settings.mail,
-        parts.public_url,
+        parts[ServiceLinks].public_url,
     )
     return [Background(INTERVAL_S, sender.work)]
 

@@ -3,18 +3,25 @@ administrators."""
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import RedirectResponse
 
 from everstep.errors import FieldError
 from everstep.wire.alerts import AlertRequest
 from service.annexes.alerts import routes
+from service.annexes.alerts.routes import Alerts
+from service.annexes.alerts.store import AlertStore
+from service.annexes.alerts.tables import AlertRow
+from service.api.blocking import db_read
 from service.api.bodies import parse_model
 from service.api.callers import Principal
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Projects, TheSettings
 from service.api.problems import ApiProblem
+from service.db.projects import ProjectStore
+from service.settings import Settings
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, WebCaller
 
@@ -44,85 +51,106 @@ _FIELDS: Final = (
 )
 
 
-@router.get("")
-async def get_alerts(request: Request, context: Context, caller: WebCaller) -> Response:
+async def alerts_administrator(caller: WebCaller) -> Principal:
+    """Return who is logged in. Raises 403 if it is not an administrator."""
     caller.require("admin")
-    return await _page(request, context, caller)
+    return caller
+
+
+Administrator = Annotated[Principal, Depends(alerts_administrator)]
+
+
+async def known_alert(alert_id: str, alerts: Alerts, caller: Administrator) -> AlertRow:
+    """Return the alert in the path. Raises 404 if it does not exist."""
+    return await routes.known_alert(alert_id, alerts, caller)
+
+
+KnownAlert = Annotated[AlertRow, Depends(known_alert)]
+
+
+@dataclass(frozen=True)
+class AlertsPage:
+    """The page, for an administrator."""
+
+    request: Request
+    caller: Principal
+    alerts: AlertStore
+    projects: ProjectStore
+    settings: Settings
+
+    async def shown(
+        self, form: dict[str, str] | None = None, faults: tuple[FieldError, ...] = ()
+    ) -> Response:
+        rows = sorted(await db_read(self.alerts.all), key=lambda row: (row.created_at, row.id))
+        messages = await db_read(self.alerts.deliveries, None, _MESSAGES)
+        return page(
+            self.request,
+            "alerts.html",
+            self.caller,
+            alerts=[routes.alert_answer(row) for row in rows],
+            names={row.id: row.name for row in rows},
+            messages=[routes.delivery_answer(row) for row in messages],
+            projects=[row.name for row, _ in await db_read(self.projects.all)],
+            whens=WHENS,
+            formats=FORMATS,
+            has_mail=self.settings.mail is not None,
+            form=form or {},
+            faults=faults,
+        )
+
+
+async def alerts_page(
+    request: Request,
+    caller: Administrator,
+    alerts: Alerts,
+    projects: Projects,
+    settings: TheSettings,
+) -> AlertsPage:
+    return AlertsPage(request, caller, alerts, projects, settings)
+
+
+ThePage = Annotated[AlertsPage, Depends(alerts_page)]
+
+
+@router.get("")
+async def get_alerts(page: ThePage) -> Response:
+    return await page.shown()
 
 
 @router.post("")
-async def post_alert(
-    request: Request, context: Context, caller: WebCaller, form: CheckedForm
-) -> Response:
+async def post_alert(page: ThePage, form: CheckedForm) -> Response:
     """Create an alert. With a fault, show the form again; the key and the URL are not repeated."""
-    caller.require("admin")
     given = {name: form.get(name, "").strip() for name in _FIELDS}
     body: dict[str, object] = {name: value for name, value in given.items() if value}
     if addresses := form.get("addresses", "").replace(",", " ").split():
         body["addresses"] = addresses
     try:
-        await routes.add_alert(context, parse_model(AlertRequest, body), caller.token_id)
+        wanted = parse_model(AlertRequest, body)
+        await routes.add_alert(page.alerts, page.settings, wanted, page.caller.token_id)
     except ApiProblem as exc:
         if exc.status != 422:
             raise
-        answer = await _page(request, context, caller, form, exc.errors)
+        answer = await page.shown(form, exc.errors)
         answer.status_code = 422
         return answer
     return RedirectResponse("/alerts", 303)
 
 
 @router.post("/{alert_id}/test")
-async def post_test(
-    alert_id: str, context: Context, caller: WebCaller, _form: CheckedForm
-) -> Response:
-    caller.require("admin")
-    await routes.test_alert(await routes.known_alert(alert_id, context, caller), context)
+async def post_test(alert: KnownAlert, alerts: Alerts, _form: CheckedForm) -> Response:
+    await routes.test_alert(alert, alerts)
     return RedirectResponse("/alerts#messages", 303)
 
 
 @router.post("/{alert_id}/delete")
-async def post_delete(
-    alert_id: str, context: Context, caller: WebCaller, _form: CheckedForm
-) -> Response:
-    caller.require("admin")
-    await routes.delete_alert(await routes.known_alert(alert_id, context, caller), context)
+async def post_delete(alert: KnownAlert, alerts: Alerts, _form: CheckedForm) -> Response:
+    await routes.delete_alert(alert, alerts)
     return RedirectResponse("/alerts", 303)
 
 
 @router.post("/{alert_id}/deliveries/{delivery_id}/retry")
 async def post_retry(
-    alert_id: str, delivery_id: str, context: Context, caller: WebCaller, _form: CheckedForm
+    alert: KnownAlert, delivery_id: str, alerts: Alerts, _form: CheckedForm
 ) -> Response:
-    caller.require("admin")
-    alert = await routes.known_alert(alert_id, context, caller)
-    await routes.retry_delivery(alert, delivery_id, context)
+    await routes.retry_delivery(alert, delivery_id, alerts)
     return RedirectResponse("/alerts#messages", 303)
-
-
-async def _page(
-    request: Request,
-    context: ApiContext,
-    caller: Principal,
-    form: dict[str, str] | None = None,
-    faults: tuple[FieldError, ...] = (),
-) -> Response:
-    rows = sorted(
-        await context.database_call(routes.store_of(context).all),
-        key=lambda row: (row.created_at, row.id),
-    )
-    messages = await context.database_call(routes.store_of(context).deliveries, None, _MESSAGES)
-    projects = [row.name for row, _ in await context.database_call(context.projects.all)]
-    return page(
-        request,
-        "alerts.html",
-        caller,
-        alerts=[routes.alert_answer(row) for row in rows],
-        names={row.id: row.name for row in rows},
-        messages=[routes.delivery_answer(row) for row in messages],
-        projects=projects,
-        whens=WHENS,
-        formats=FORMATS,
-        has_mail=context.settings.mail is not None,
-        form=form or {},
-        faults=faults,
-    )

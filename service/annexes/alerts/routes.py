@@ -17,12 +17,14 @@ from service.annexes.alerts.store import AlertStore
 from service.annexes.alerts.tables import AlertRow, DeliveryRow
 from service.api.answers import Cursor, Limit, answer_of, page_of, position
 from service.api.auth import Administrator
+from service.api.blocking import db_read, db_write
 from service.api.bodies import ApiRouter, Parsed, example
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Runs, TheDatabase, TheSettings
 from service.api.openapi import followed_by, problem_answers
 from service.api.problems import invalid_request, not_found
 from service.db.audit import note_target
 from service.model.rows import to_time
+from service.settings import Settings
 
 router: Final = ApiRouter("/v1/alerts", "alerts")
 
@@ -44,17 +46,20 @@ AlertBody = Annotated[
 DeliveryPath = Annotated[str, Path(max_length=32, description="The delivery's id: `dlv_…`.")]
 
 
-def store_of(context: ApiContext) -> AlertStore:
-    return AlertStore(context.database, context.clock)
+async def alert_store(database: TheDatabase, runs: Runs) -> AlertStore:
+    return AlertStore(database, runs.clock)
+
+
+Alerts = Annotated[AlertStore, Depends(alert_store)]
 
 
 async def known_alert(
     alert_id: Annotated[str, Path(max_length=32, description="The alert's id: `alr_…`.")],
-    context: Context,
+    alerts: Alerts,
     _caller: Administrator,
 ) -> AlertRow:
     """Return the alert in the path. Raises 404 if it does not exist."""
-    found = await context.database_call(store_of(context).get, alert_id)
+    found = await db_read(alerts.get, alert_id)
     if found is None:
         raise not_found(f"alert {alert_id} does not exist; `everstep alerts list` shows all")
     return found
@@ -72,14 +77,18 @@ KnownAlert = Annotated[AlertRow, Depends(known_alert)]
         **problem_answers(400, 403, 413, 415, 422),
     },
 )
-async def create_alert(caller: Administrator, wanted: AlertBody, context: Context) -> Alert:
+async def create_alert(
+    caller: Administrator, wanted: AlertBody, alerts: Alerts, settings: TheSettings
+) -> Alert:
     """The URL and the key are not shown again. What happened before is not reported."""
-    return await add_alert(context, wanted, caller.token_id)
+    return await add_alert(alerts, settings, wanted, caller.token_id)
 
 
-async def add_alert(context: ApiContext, wanted: AlertRequest, token_id: str) -> Alert:
+async def add_alert(
+    alerts: AlertStore, settings: Settings, wanted: AlertRequest, token_id: str
+) -> Alert:
     """Store a rule. Raises 422 for a target that this service would not send to."""
-    if wanted.format == "email" and context.settings.mail is None:
+    if wanted.format == "email" and settings.mail is None:
         raise invalid_request(
             "format",
             msg="is email, but this service has no mail server; ask the operator to set "
@@ -87,16 +96,16 @@ async def add_alert(context: ApiContext, wanted: AlertRequest, token_id: str) ->
         )
     if wanted.url is not None:
         try:
-            check_url(wanted.url.get_secret_value(), context.settings.notify)
+            check_url(wanted.url.get_secret_value(), settings.notify)
         except NotAllowed as exc:
             raise invalid_request("url", msg=str(exc)) from exc
-    return alert_answer(await context.database_write(store_of(context).create, wanted, token_id))
+    return alert_answer(await db_write(alerts.create, wanted, token_id))
 
 
 @router.get("", summary="Alerts", responses=problem_answers(403, 422))
 async def list_alerts(
     _caller: Administrator,
-    context: Context,
+    alerts: Alerts,
     project: Annotated[
         str | None, Query(max_length=64, description="Only those of this project.")
     ] = None,
@@ -104,7 +113,7 @@ async def list_alerts(
     cursor: Cursor = None,
 ) -> Page[Alert]:
     """Oldest first, without secrets."""
-    found = await context.database_call(store_of(context).all, project)
+    found = await db_read(alerts.all, project)
     shown, behind = page_of(found, lambda row: (row.created_at, row.id), cursor, limit)
     return Page(items=tuple(map(alert_answer, shown)), next_cursor=behind)
 
@@ -115,10 +124,10 @@ async def list_alerts(
     summary="Delete an alert",
     responses=problem_answers(403, 404, 422),
 )
-async def delete_alert(alert: KnownAlert, context: Context) -> None:
+async def delete_alert(alert: KnownAlert, alerts: Alerts) -> None:
     """Also deletes its messages; those that are not sent yet will not be."""
     note_target(alert.id)
-    if not await context.database_write(store_of(context).delete, alert.id):
+    if not await db_write(alerts.delete, alert.id):
         raise not_found(f"alert {alert.id} was deleted meanwhile")
 
 
@@ -128,11 +137,11 @@ async def delete_alert(alert: KnownAlert, context: Context) -> None:
     summary="Send a test message",
     responses=problem_answers(403, 404, 422),
 )
-async def test_alert(alert: KnownAlert, context: Context) -> AlertDelivery:
+async def test_alert(alert: KnownAlert, alerts: Alerts) -> AlertDelivery:
     """Tried once, within a second or two. Read what became of it from the alert's deliveries."""
     note_target(alert.id)
-    message = example_message(alert, context.clock())
-    return delivery_answer(await context.database_write(store_of(context).add_test, alert, message))
+    message = example_message(alert, alerts.clock())
+    return delivery_answer(await db_write(alerts.add_test, alert, message))
 
 
 @router.get(
@@ -141,11 +150,11 @@ async def test_alert(alert: KnownAlert, context: Context) -> AlertDelivery:
     responses=problem_answers(403, 404, 422),
 )
 async def list_deliveries(
-    alert: KnownAlert, context: Context, limit: Limit = 50, cursor: Cursor = None
+    alert: KnownAlert, alerts: Alerts, limit: Limit = 50, cursor: Cursor = None
 ) -> Page[AlertDelivery]:
     """Newest first, for 30 days after the last try."""
     before = None if cursor is None else position(cursor, 0)
-    found = await context.database_call(store_of(context).deliveries, alert.id, limit + 1, before)
+    found = await db_read(alerts.deliveries, alert.id, limit + 1, before)
     items = tuple(map(delivery_answer, found[:limit]))
     more = len(found) > limit
     return Page(items=items, next_cursor=str(found[limit - 1].seq) if more else None)
@@ -158,11 +167,11 @@ async def list_deliveries(
     responses=problem_answers(403, 404, 422),
 )
 async def retry_delivery(
-    alert: KnownAlert, delivery_id: DeliveryPath, context: Context
+    alert: KnownAlert, delivery_id: DeliveryPath, alerts: Alerts
 ) -> AlertDelivery:
     """Its id stays the same. Failed tries are repeated for a day."""
     note_target(alert.id)
-    found = await context.database_write(store_of(context).send_again, alert.id, delivery_id)
+    found = await db_write(alerts.send_again, alert.id, delivery_id)
     if found is None:
         raise not_found(f"alert {alert.id} has no delivery {delivery_id}")
     return delivery_answer(found)

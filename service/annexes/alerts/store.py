@@ -39,7 +39,7 @@ class AlertStore(Store):
 
     def create(self, wanted: AlertRequest, token_id: str) -> AlertRow:
         """Add a rule. Raises UnknownProject."""
-        now = self._clock()
+        now = self.clock()
         row = AlertRow(
             new_id("alr", now),
             wanted.project,
@@ -59,7 +59,7 @@ class AlertStore(Store):
         return row
 
     def get(self, alert_id: str) -> AlertRow | None:
-        with self._database.autocommit() as connection:
+        with self._database.read() as connection:
             row = connection.execute(
                 AlertRow.select(alerts).where(alerts.c.id == alert_id)
             ).one_or_none()
@@ -80,7 +80,7 @@ class AlertStore(Store):
 
     def add_test(self, alert: AlertRow, message: Mapping[str, Any]) -> DeliveryRow:
         """Queue a test message. It is tried once."""
-        now = self._clock()
+        now = self.clock()
         with self._database.write() as connection:
             delivery_id = queue(
                 connection, alert.id, None, "test", message, now, retries_last_s=0.0
@@ -101,7 +101,7 @@ class AlertStore(Store):
 
     def send_again(self, alert_id: str, delivery_id: str) -> DeliveryRow | None:
         """Queue a message again, delivered or not, with the same id; None if there is none."""
-        now = self._clock()
+        now = self.clock()
         again = {
             "state": "waiting",
             "num_tries": 0,
@@ -226,7 +226,7 @@ class IncidentStore(Store):
 
     def work(self) -> None:
         """Apply these rules to every live run of their projects. Raises DatabaseError."""
-        now = self._clock()
+        now = self.clock()
         with self._database.read() as connection:
             rules = _rules(connection, None, _OVER_TIME)
             if not rules:
@@ -345,7 +345,7 @@ class DeliveryStore(Store):
             earlier.c.seq < _COLUMNS.seq,
         )
         # The first try waits for nothing: if it lies ahead, the clock was set back.
-        is_due = or_(_COLUMNS.next_at <= self._clock(), _COLUMNS.num_tries == 0)
+        is_due = or_(_COLUMNS.next_at <= self.clock(), _COLUMNS.num_tries == 0)
         query = (
             DeliveryRow.select(alert_deliveries)
             .add_columns(*(alerts.c[name] for name in AlertRow.__dataclass_fields__))
@@ -355,7 +355,7 @@ class DeliveryStore(Store):
             .limit(_DUE)
         )
         width = len(DeliveryRow.__dataclass_fields__)
-        with self._database.autocommit() as connection:
+        with self._database.read() as connection:
             found = connection.execute(query).all()
         return [(DeliveryRow(*row[:width]), AlertRow(*row[width:])) for row in found]
 
@@ -371,8 +371,8 @@ class DeliveryStore(Store):
 
     def prune(self) -> None:
         """Delete old messages."""
-        old = (_COLUMNS.state != "waiting", _COLUMNS.finished_at < self._clock() - KEPT_S)
-        with self._database.autocommit() as connection:
+        old = (_COLUMNS.state != "waiting", _COLUMNS.finished_at < self.clock() - KEPT_S)
+        with self._database.read() as connection:
             if connection.execute(select(_COLUMNS.seq).where(*old).limit(1)).first() is None:
                 return
         with self._database.write() as connection:

@@ -11,10 +11,13 @@ from pydantic import ValidationError
 
 from everstep.wire.drills import MOST_STEPS, ProfileRequest
 from service.annexes.drills import routes
-from service.api.callers import Principal
-from service.api.context import ApiContext, Context
+from service.api.blocking import db_read
+from service.api.dependencies import Events, Streams, TheStorage
 from service.api.problems import invalid_request
+from service.db.events import EventStore
+from service.db.runs import RunStore
 from service.model.run_rows import RunRow
+from service.parts import ServiceParts
 from service.web.rendering import PageRoute
 from service.web.session import CheckedForm, ControlledWebRun, WebCaller, WebRun
 
@@ -24,18 +27,19 @@ _MOST_PROFILES: Final = 10
 _MOST_REPLAYS: Final = 10
 
 
-async def run_values(context: ApiContext, run: RunRow, caller: Principal) -> Mapping[str, Any]:
+async def run_values(parts: ServiceParts, run: RunRow) -> Mapping[str, Any]:
     """Return what the page of a run shows of its profiles, stacks and replays."""
+    events = parts[EventStore]
     return {
-        "profiles": (await routes.list_profiles(run, context)).items[: -_MOST_PROFILES - 1 : -1],
-        "stacks": next(iter(await routes.newest_stacks(run, context)), None),
+        "profiles": (await routes.list_profiles(run, events)).items[: -_MOST_PROFILES - 1 : -1],
+        "stacks": next(iter(await routes.newest_stacks(run, events)), None),
         "most_steps": MOST_STEPS,
-        "replays": (await context.database_call(context.runs.replays_of, run.id))[:_MOST_REPLAYS],
+        "replays": (await db_read(parts[RunStore].replays_of, run.id))[:_MOST_REPLAYS],
     }
 
 
 @router.post("/profiles")
-async def post_profile(run: ControlledWebRun, context: Context, form: CheckedForm) -> Response:
+async def post_profile(run: ControlledWebRun, orders: routes.Orders, form: CheckedForm) -> Response:
     try:
         wanted = ProfileRequest.model_validate(
             {"rank": form.get("rank"), "steps": form.get("steps")}
@@ -44,18 +48,23 @@ async def post_profile(run: ControlledWebRun, context: Context, form: CheckedFor
         raise invalid_request(
             "profile", msg=f"enter a rank from 0, and 1 to {MOST_STEPS} steps"
         ) from exc
-    await routes.order_profile(run, context, wanted)
+    await orders.profile(run, wanted)
     return RedirectResponse(f"/runs/{run.id}#times-title", 303)
 
 
 @router.post("/stacks")
-async def post_stacks(run: ControlledWebRun, context: Context, _form: CheckedForm) -> Response:
-    await routes.order_stacks(run, context)
+async def post_stacks(run: ControlledWebRun, orders: routes.Orders, _form: CheckedForm) -> Response:
+    await orders.stacks(run)
     return RedirectResponse(f"/runs/{run.id}#stacks", 303)
 
 
 @router.get("/profiles/{profile_id}/trace")
 async def get_trace(
-    run: WebRun, context: Context, caller: WebCaller, profile_id: routes.ProfileId
+    run: WebRun,
+    events: Events,
+    storage: TheStorage,
+    streamed: Streams,
+    caller: WebCaller,
+    profile_id: routes.ProfileId,
 ) -> StreamingResponse:
-    return await routes.get_trace(run, context, caller, profile_id)
+    return await routes.get_trace(run, events, storage, streamed, caller, profile_id)

@@ -13,13 +13,17 @@ from everstep.wire.run import ReplayRequest
 from service.annexes.drills.history import Stretch, begun_at, stretches, words
 from service.api.answers import as_json
 from service.api.auth import Caller, ControlledRun, VisibleRun
+from service.api.blocking import db_read, of_history
 from service.api.bodies import ApiRouter, Parsed, example
-from service.api.context import ApiContext, Context
+from service.api.dependencies import Events
 from service.api.openapi import problem_answers
+from service.db.events import EventStore
+from service.db.runs import RunStore
 from service.model.run_rows import RunRow
+from service.parts import ServiceParts
 from service.projections import attempts
-from service.runs.routes import run_answers
-from service.runs.submission import submitted
+from service.runs.submission import TheSubmissions
+from service.runs.views import Views
 
 ReplayBody = Annotated[ReplayRequest, Parsed(), example({"from_step": 400, "to_step": 450})]
 
@@ -36,20 +40,24 @@ _NAME_CHARS: Final = 128
     responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
 )
 async def create_replay(
-    wanted: ReplayBody, run: ControlledRun, context: Context, caller: Caller
+    wanted: ReplayBody,
+    run: ControlledRun,
+    events: Events,
+    submissions: TheSubmissions,
+    caller: Caller,
 ) -> Response:
     """Submits a run that begins from a checkpoint of this one and trains the same steps. It changes
     nothing of this run. `replay_of` of the new run has the result once it has ended."""
-    raw = replay_spec(run, wanted, await trained_by(context, run))
-    made, _ = await submitted(context, caller, raw, None)
+    raw = replay_spec(run, wanted, await trained_by(events, run))
+    made, _ = await submissions.submit(caller, raw, None)
     return as_json(made, 201, {"Location": f"/v1/runs/{made['id']}"})
 
 
 @router.get("", summary="Replays of a run", responses=problem_answers(404))
-async def list_replays(run: VisibleRun, context: Context) -> Page[Run]:
+async def list_replays(run: VisibleRun, views: Views) -> Page[Run]:
     """The newest hundred, newest first."""
-    found = await context.database_call(context.runs.replays_of, run.id)
-    return Page(items=tuple(await run_answers(context, found)), next_cursor=None)
+    found = await db_read(views.runs.replays_of, run.id)
+    return Page(items=tuple(await views.of(found)), next_cursor=None)
 
 
 def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> dict[str, Any]:
@@ -74,18 +82,18 @@ def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> d
     return raw
 
 
-async def trained_by(context: ApiContext, run: RunRow) -> list[Stretch]:
+async def trained_by(events: EventStore, run: RunRow) -> list[Stretch]:
     """Return which steps of a run were trained by how many ranks."""
-    events = await context.database_call(context.events.of_kinds, run.id, attempts.ATTEMPT_KINDS)
-    return stretches(await context.folded(attempts.attempts, events), run.step)
+    found = await of_history(events, run.id, attempts.ATTEMPT_KINDS, attempts.attempts)
+    return stretches(found, run.step)
 
 
-async def check_replay(context: ApiContext, spec: RunSpec) -> None:
+async def check_replay(parts: ServiceParts, spec: RunSpec) -> None:
     """Check that the steps of a replay can be trained again and compared. Raises InvalidSpec."""
     wanted = spec.replay
     if wanted is None:
         return
-    run = await context.database_call(context.runs.get, wanted.run_id)
+    run = await db_read(parts[RunStore].get, wanted.run_id)
     if run is None or run.project != spec.project:
         raise _fault("run_id", f"run {wanted.run_id} does not exist in project {spec.project!r}")
     if run.chain is None:
@@ -98,7 +106,7 @@ async def check_replay(context: ApiContext, spec: RunSpec) -> None:
         raise _fault("to_step", f"run {run.id} has done {run.step} steps; choose one of these")
     if wanted.from_step < begun_at(run):
         raise _fault("from_step", f"run {run.id} began at step {begun_at(run)}; begin there")
-    _check_size(spec, run, await trained_by(context, run))
+    _check_size(spec, run, await trained_by(parts[EventStore], run))
 
 
 def _check_size(spec: RunSpec, run: RunRow, trained: list[Stretch]) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from everstep.wire.deployment import DeploymentCheck, DeploymentReport, ServiceFacts, source_digest
-from service.cluster.ray_jobs import RAY_PYTHON, Job, RayJobs, RayUnavailable
+from service.cluster.ray_jobs import RAY_PYTHON, Job, RayJobs
 from service.db.ids import new_id
 from storage.cluster import read_report
 from storage.filesystem import Storage
@@ -28,11 +28,11 @@ class DeploymentChecks:
 
     Args:
         storage: The storage of runs.
-        ray: The cluster; None if the service has none.
+        ray: The cluster.
         clock: Unix seconds.
     """
 
-    def __init__(self, storage: Storage, ray: RayJobs | None, clock: Callable[[], float]) -> None:
+    def __init__(self, storage: Storage, ray: RayJobs, clock: Callable[[], float]) -> None:
         self._storage = storage
         self._ray = ray
         self._clock = clock
@@ -43,7 +43,7 @@ class DeploymentChecks:
         words = ["--storage", self._storage.uri, "--check-id", check_id]
         options = shlex.join([*words, "--all-reduce-s", f"{all_reduce_s:g}"])
         command = f'"{RAY_PYTHON}" -P -m train_fn.deployment_check {options}'
-        await self._cluster().submit(check_id, command, {"name": NAME})
+        await self._ray.submit(check_id, command, {"name": NAME})
         return await self._answer(check_id, "running")
 
     async def get(self, check_id: str) -> DeploymentCheck:
@@ -51,7 +51,7 @@ class DeploymentChecks:
         StorageError."""
         if (report := await self._report(check_id)) is not None:
             return await self._answer(check_id, "done", report=report)
-        job = await self._cluster().job(check_id)
+        job = await self._ray.job(check_id)
         if not job.status.ended:
             return await self._answer(check_id, "running")
         # The job may have written its report after the first read.
@@ -90,11 +90,6 @@ class DeploymentChecks:
             f"the check's job ended with status {job.status}: "
             f"{(job.message or 'without a message').strip()[-1500:]}"
         )
-
-    def _cluster(self) -> RayJobs:
-        if self._ray is None:
-            raise RayUnavailable("the service is not connected to a Ray cluster")
-        return self._ray
 
     def _facts(self) -> ServiceFacts:
         versions: dict[str, str | None] = {

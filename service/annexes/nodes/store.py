@@ -45,7 +45,7 @@ class NodeMarkStore(NodeMarks):
             reason: free text.
             deadline_s: seconds from now at which the node will be removed; None if unknown.
         """
-        now = self._clock()
+        now = self.clock()
         deadline = None if deadline_s is None else now + deadline_s
         row = NodeMarkRow(node_id, state, reason, by, now, deadline, None)
         with self._database.write() as connection:
@@ -57,7 +57,7 @@ class NodeMarkStore(NodeMarks):
     ) -> bool:
         """Cordon a node, unless its mark has changed since ``known_at``, the time of the last known
         mark (None: no mark)."""
-        row = NodeMarkRow(node_id, "cordoned", reason, by, self._clock(), None, None)
+        row = NodeMarkRow(node_id, "cordoned", reason, by, self.clock(), None, None)
         with self._database.write() as connection:
             if known_at is None:
                 return insert_missing(connection, node_marks, row.columns())
@@ -74,7 +74,7 @@ class NodeMarkStore(NodeMarks):
         Returns:
             Ids of nodes whose marks were deleted because they are gone.
         """
-        now = self._clock()
+        now = self.clock()
         gone = []
         with self._database.write() as connection:
             found = connection.execute(NodeMarkRow.select(node_marks)).all()

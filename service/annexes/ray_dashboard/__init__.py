@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from service.annex import Annex, ServiceParts
+from service.annex import Annex
 from service.annexes.ray_dashboard import pages
 from service.annexes.ray_dashboard.relay import RayDashboard
+from service.cluster.ray_jobs import RayJobs
+from service.parts import ServiceParts
 
 
 def opened(parts: ServiceParts) -> RayDashboard:
     """Return the way to Ray's dashboard."""
-    return RayDashboard(parts.endpoint)
+    return RayDashboard(parts[RayJobs].endpoint)
 
 
 RAY_DASHBOARD: Final = Annex(

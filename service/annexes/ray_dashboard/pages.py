@@ -8,17 +8,15 @@ changes a job (``relay``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import aclosing
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
 
-import anyio
 import anyio.to_thread
 import httpx
 import structlog
-from fastapi import APIRouter, Depends, Request, Response, WebSocket, WebSocketDisconnect
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -28,18 +26,20 @@ from service.annexes.ray_dashboard.relay import (
     RayAccess,
     RayDashboard,
     access_to,
-    is_log_tail,
     limited,
 )
 from service.api.auth import visible_run
+from service.api.blocking import db_write
 from service.api.callers import Principal
-from service.api.context import ApiContext, Context
+from service.api.dependencies import AuditLog, Ray, Runs, Streams
 from service.api.problems import ApiProblem, not_found, unavailable
+from service.api.streams import Followers
 from service.cluster.ray_jobs import JobNotFound, RayError, RayUnavailable
-from service.db.audit import AuditedCall
+from service.db.audit import AuditedCall, AuditStore
+from service.parts import part
 from service.web.assets import Asset, asset_response, asset_url, read_asset
 from service.web.rendering import PageRoute
-from service.web.session import WebCaller, caller_of, host_of
+from service.web.session import WebCaller, host_of
 
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 logger = structlog.get_logger(__name__)
@@ -63,19 +63,9 @@ _ASKED: Final = ("accept", "accept-encoding")
 
 _ANSWERED: Final = ("content-type", "content-length", "content-encoding", "content-disposition")
 
-_REFUSED: Final = 4403
-"""Code with which a WebSocket is closed whose caller or path is not allowed."""
-
-_AWAY: Final = 4503
-
 
 async def ray_caller(caller: WebCaller) -> Principal:
     """Return who is logged in, if the person may see the runs of all projects. Raises 403."""
-    _require_all_projects(caller)
-    return caller
-
-
-def _require_all_projects(caller: Principal) -> None:
     if caller.project is not None:
         raise ApiProblem(
             403,
@@ -85,16 +75,13 @@ def _require_all_projects(caller: Principal) -> None:
             "Ray's dashboard ask an administrator for a token that reads all projects "
             "(`everstep token create NAME --role viewer --all-projects`).",
         )
+    return caller
 
 
 RayCaller = Annotated[Principal, Depends(ray_caller)]
 
 
-def _dashboard(context: ApiContext) -> RayDashboard:
-    found = context.part(RayDashboard)
-    if found is None:
-        raise unavailable("ray_unavailable", "this service has no Ray cluster")
-    return found
+Dashboard = Annotated[RayDashboard, part(RayDashboard)]
 
 
 def _ray_unavailable(exc: RayError) -> ApiProblem:
@@ -110,10 +97,10 @@ async def get_ray() -> Response:
 
 
 @router.get("/ray/")
-async def get_index(request: Request, context: Context, _caller: RayCaller) -> Response:
+async def get_index(dashboard: Dashboard, _caller: RayCaller) -> Response:
     """Show Ray's dashboard, if Ray responds."""
     try:
-        await _dashboard(context).check()
+        await dashboard.check()
     except RayUnavailable as exc:
         raise _ray_unavailable(exc) from exc
     return Response(
@@ -146,24 +133,29 @@ async def get_authentication_mode(_caller: RayCaller) -> Response:
 
 
 @router.get("/ray-jobs/{job_id}")
-async def get_run_of_job(job_id: str, context: Context, caller: RayCaller) -> Response:
+async def get_run_of_job(job_id: str, ray: Ray, runs: Runs, caller: RayCaller) -> Response:
     """Redirect to the run of a Ray job, which its metadata names."""
-    if context.ray is None:
-        raise unavailable("ray_unavailable", "this service has no Ray cluster")
     try:
-        job = await context.ray.job(job_id)
+        job = await ray.job(job_id)
     except JobNotFound as exc:
         raise not_found(f"Ray knows no job {job_id[:80]!r}") from exc
     except RayError as exc:
         raise _ray_unavailable(exc) from exc
     if "run_id" not in job.metadata:
         raise not_found(f"Ray job {job_id[:80]!r} does not belong to a run of this service")
-    run = await visible_run(job.metadata["run_id"], context, caller)
+    run = await visible_run(job.metadata["run_id"], runs, caller)
     return RedirectResponse(f"/runs/{run.id}", 303)
 
 
 @router.api_route("/ray/{path:path}", methods=["GET", "HEAD"])
-async def get_data(path: str, request: Request, context: Context, caller: RayCaller) -> Response:
+async def get_data(
+    path: str,
+    request: Request,
+    dashboard: Dashboard,
+    log: AuditLog,
+    streamed: Streams,
+    caller: RayCaller,
+) -> Response:
     """Pass a request on to Ray, and its answer back as it comes."""
     access = access_to(path)
     if access is None:
@@ -174,14 +166,12 @@ async def get_data(path: str, request: Request, context: Context, caller: RayCal
     headers = {name: request.headers.get(name, "") for name in _ASKED}
     timeout_s = PROFILE_TIMEOUT_S if access is RayAccess.PROFILE else READ_TIMEOUT_S
     try:
-        upstream = await _dashboard(context).open(
-            request.method, path, request.url.query, headers, timeout_s
-        )
+        upstream = await dashboard.open(request.method, path, request.url.query, headers, timeout_s)
     except RayUnavailable as exc:
         raise _ray_unavailable(exc) from exc
     if access is RayAccess.PROFILE:
-        await _record(request, context, caller, upstream.status_code)
-    return RelayedResponse(upstream, context, caller, _POLICIES[access])
+        await _record(request, log, caller, upstream.status_code)
+    return RelayedResponse(upstream, streamed, caller, _POLICIES[access])
 
 
 def _check_origin(request: Request, access: RayAccess) -> None:
@@ -204,7 +194,7 @@ def _check_origin(request: Request, access: RayAccess) -> None:
         )
 
 
-async def _record(request: Request, context: ApiContext, caller: Principal, status: int) -> None:
+async def _record(request: Request, log: AuditStore, caller: Principal, status: int) -> None:
     """Add a profile to the audit log. It is a GET request, which is not audited otherwise."""
     entry = AuditedCall(
         request.method,
@@ -215,18 +205,18 @@ async def _record(request: Request, context: ApiContext, caller: Principal, stat
         caller.role,
         status=status,
     )
-    await context.database_write(context.audit.complete, entry)
+    await db_write(log.complete, entry)
 
 
 class RelayedResponse(StreamingResponse):
     """An answer of Ray, passed on as it comes until its caller's log-in ends."""
 
     def __init__(
-        self, upstream: httpx.Response, context: ApiContext, caller: Principal, policy: str
+        self, upstream: httpx.Response, streamed: Followers, caller: Principal, policy: str
     ) -> None:
         passed = {name: upstream.headers[name] for name in _ANSWERED if name in upstream.headers}
         super().__init__(
-            context.followers.confirmed(caller, limited(upstream)),
+            streamed.confirmed(caller, limited(upstream)),
             upstream.status_code,
             {
                 **passed,
@@ -243,50 +233,6 @@ class RelayedResponse(StreamingResponse):
             logger.warning("ray_answer_broke_off", path=scope["path"], problem=str(exc))
         finally:
             await self._upstream.aclose()
-
-
-@router.websocket("/ray/{path:path}")
-async def follow_log(socket: WebSocket, path: str) -> None:
-    """Pass on the WebSocket that follows a job's log. What the browser sends is ignored."""
-    context: ApiContext = socket.app.state.context
-    try:
-        caller = await _follower(socket, context, path)
-        messages = _dashboard(context).follow(path, socket.url.query)
-    except ApiProblem as exc:
-        await socket.close(_REFUSED, exc.code)
-        return
-    await socket.accept()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_cancel_once_gone, socket, tasks.cancel_scope)
-        try:
-            async with aclosing(context.followers.confirmed(caller, messages)) as confirmed:
-                async for message in confirmed:
-                    if message:
-                        await socket.send_text(message.decode(errors="replace"))
-            await socket.close()
-        except WebSocketDisconnect:
-            pass
-        except RayUnavailable as exc:
-            await socket.close(_AWAY, str(exc)[:100])
-        tasks.cancel_scope.cancel()
-
-
-async def _cancel_once_gone(socket: WebSocket, scope: anyio.CancelScope) -> None:
-    """Cancel the scope when the browser has closed the WebSocket."""
-    while (await socket.receive())["type"] != "websocket.disconnect":
-        pass
-    scope.cancel()
-
-
-async def _follower(socket: WebSocket, context: ApiContext, path: str) -> Principal:
-    """Return who may follow this log. Raises 401, 403, 404."""
-    caller = await caller_of(socket, context)
-    _require_all_projects(caller)
-    if host_of(socket.headers.get("origin", "")) != socket.headers.get("host", ""):
-        raise ApiProblem(403, "foreign_origin", "this WebSocket was opened by another site")
-    if not is_log_tail(path):
-        raise not_found(f"/{path[:80]} of Ray's dashboard is not passed on")
-    return caller
 
 
 # ---------------------------------------------------------------- ray files

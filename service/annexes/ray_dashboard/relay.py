@@ -5,15 +5,12 @@ with limits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from enum import StrEnum
 from typing import Final
 
 import httpx
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
 from service.cluster.ray_jobs import (
     CONNECT_TIMEOUT_S,
@@ -33,9 +30,6 @@ READ_TIMEOUT_S: Final = 30.0
 """Longest wait for the next bytes."""
 PROFILE_TIMEOUT_S: Final = 300.0
 """The same for a profile, which begins to answer once it is finished."""
-HEARTBEAT_S: Final = 2.0
-"""A WebSocket without messages yields an empty one this often."""
-_MAX_MESSAGE_BYTES: Final = 16 * 2**20
 
 
 class RayDashboard(RayClient):
@@ -48,7 +42,6 @@ class RayDashboard(RayClient):
             trust_env=False,
         )
         super().__init__(endpoint, client)
-        self._tails = asyncio.Semaphore(MOST_REQUESTS)
 
     async def check(self) -> None:
         """Ask for Ray's version, which needs the token. Raises RayUnavailable, RayRefused."""
@@ -100,27 +93,6 @@ class RayDashboard(RayClient):
             raise problem
         return response
 
-    async def follow(self, path: str, query: str) -> AsyncGenerator[bytes]:
-        """Yield the messages of a WebSocket, and an empty one every HEARTBEAT_S without a message.
-
-        Ends with the WebSocket, at the latest after LONGEST_S. Raises RayUnavailable, RayRefused.
-        """
-        endpoint = self._now()
-        url = f"ws{endpoint.url.removeprefix('http')}/{path}" + (f"?{query}" if query else "")
-        if self._tails.locked():
-            raise RayUnavailable(f"{MOST_REQUESTS} logs are followed already; try again later")
-        async with self._tails, _connected(endpoint, url) as socket:
-            ends_at = asyncio.get_running_loop().time() + LONGEST_S
-            while asyncio.get_running_loop().time() < ends_at:
-                try:
-                    message = await asyncio.wait_for(socket.recv(), HEARTBEAT_S)
-                except TimeoutError:
-                    yield b""
-                except ConnectionClosed:
-                    return
-                else:
-                    yield message.encode() if isinstance(message, str) else message
-
 
 async def limited(response: httpx.Response) -> AsyncGenerator[bytes]:
     """Yield a response's bytes as they come, still compressed.
@@ -141,27 +113,6 @@ async def limited(response: httpx.Response) -> AsyncGenerator[bytes]:
         if received > MAX_BYTES:
             raise RayUnavailable(f"Ray's answer has more than {MAX_BYTES} bytes")
         yield chunk
-
-
-@contextlib.asynccontextmanager
-async def _connected(endpoint: RayEndpoint, url: str) -> AsyncIterator[ClientConnection]:
-    """Connect to a WebSocket of Ray. Raises RayUnavailable, RayRefused."""
-    try:
-        socket = await connect(
-            url,
-            additional_headers=endpoint.headers,
-            open_timeout=READ_TIMEOUT_S,
-            max_size=_MAX_MESSAGE_BYTES,
-            proxy=None,
-        )
-    except InvalidStatus as exc:
-        if exc.response.status_code in (401, 403):
-            raise endpoint.refused() from exc
-        raise RayUnavailable(f"Ray answered {exc.response.status_code}") from exc
-    except (OSError, TimeoutError, WebSocketException) as exc:
-        raise endpoint.away(exc) from exc
-    async with socket:
-        yield socket
 
 
 # ---------------------------------------------------------------- ray routes
@@ -215,7 +166,6 @@ _PROFILES: Final = (
     r"task/(cpu_profile|traceback)",
     r"worker/(cpu_profile|gpu_profile|jax_profile|traceback)",
 )
-_TAIL: Final = re.compile(rf"api/jobs/{_ID}/logs/tail")
 
 
 def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
@@ -232,8 +182,3 @@ def access_to(path: str) -> RayAccess | None:
     (<RayAccess.READ: 'read'>, <RayAccess.PROFILE: 'profile'>, None)
     """
     return next((access for access, known in _TABLE.items() if known.fullmatch(path)), None)
-
-
-def is_log_tail(path: str) -> bool:
-    """Return whether this path is the WebSocket that follows a job's log. It only reads."""
-    return _TAIL.fullmatch(path) is not None

@@ -78,7 +78,7 @@ async def test_a_success_without_its_last_checkpoint_steps_and_samples(api: ApiS
 
 
 async def test_a_checkpoint_that_is_listed_and_gone(api: ApiService) -> None:
-    api.context.storage_gate.check()  # as a service does before it has any run
+    api.storage_gate.check()  # as a service does before it has any run
     run_id = await ended(api, "failed", FAILURE, checkpoint=2)
     assert await found(api, run_id, RunStatus.FAILED) == ["I2"]
 

@@ -21,9 +21,9 @@ async def sending(api: ApiService) -> AsyncIterator[None]:
     stores = (
         DeliveryStore(api.database, api.clock),
         IncidentStore(api.database, api.clock),
-        api.context.events,
+        api.events,
     )
-    sender = AlertSender(*stores, api.context.settings.notify, clock=api.clock)
+    sender = AlertSender(*stores, api.settings.notify, clock=api.clock)
 
     async def send() -> None:
         while True:

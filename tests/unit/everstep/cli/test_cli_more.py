@@ -146,7 +146,7 @@ def test_validate_finds_the_class_that_code_does_not_have(tmp_path: Path) -> Non
 async def test_a_spec_without_a_project_is_of_the_token_s(
     api: ApiService, spec_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api.context.projects.put("vision", Quotas())
+    api.projects.put("vision", Quotas())
     monkeypatch.setenv("EVERSTEP_TOKEN", api.token("submitter", "vision"))
     submitted = await everstep("submit", spec_file, "--json")
     assert json.loads(submitted.stdout)["project"] == "vision", submitted.stderr
@@ -254,12 +254,12 @@ async def test_a_dead_node_that_comes_back_is_told_by_command_and_page(api: ApiS
 
 
 async def test_sessions_are_listed_and_ended(api: ApiService) -> None:
-    made = api.context.tokens.create("ada", "viewer", "default")[0]
-    secret = api.context.sessions.begin(made.id, address="10.0.0.9", browser="Firefox")
+    made = api.tokens.create("ada", "viewer", "default")[0]
+    secret = api.sessions.begin(made.id, address="10.0.0.9", browser="Firefox")
     listed = json.loads((await everstep("session", "list", "--json")).stdout)
     assert (listed["name"], listed["address"], listed["browser"]) == ("ada", "10.0.0.9", "Firefox")
     assert listed["id"] in (await everstep("session", "list")).stdout
     ended = await everstep("session", "revoke", listed["id"])
-    assert ended.exit_code == 0 and api.context.sessions.find(secret) is None
+    assert ended.exit_code == 0 and api.sessions.find(secret) is None
     again = await everstep("session", "revoke", listed["id"])
     assert again.exit_code == 2 and "has ended" in again.stderr

@@ -268,7 +268,7 @@ async def test_the_local_token_is_found_and_a_wrong_one_refused(
     home.mkdir()
     monkeypatch.setenv("EVERSTEP_HOME", str(home))
     monkeypatch.delenv("EVERSTEP_TOKEN", raising=False)
-    ensure_local_token(api.context.tokens, home / "token")
+    ensure_local_token(api.tokens, home / "token")
     (home / "url").write_text(api.url)
 
     def story() -> None:

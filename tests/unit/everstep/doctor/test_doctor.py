@@ -322,7 +322,7 @@ async def api(
     with serving(FakeRay()) as ray:
         endpoint = RayEndpoint(ray.url, ray.token)
         async with ApiService(tmp_path) as service, RayJobs(lambda: endpoint) as jobs:
-            service.context.ray = jobs
+            service.parts.add(jobs)
             service.announce(monkeypatch)
             yield service, ray
 

@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from everstep.wire import Checkpoint
 from everstep.wire.events import EventKind
+from service.api.blocking import LONG_STORAGE
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
@@ -225,9 +226,8 @@ async def test_verifying_leaves_threads_for_other_requests(
     path = f"/v1/runs/{run_id}/checkpoints/10/verify"
     tasks = [asyncio.create_task(api.http.post(path)) for _ in range(10)]
     try:
-        waiting = api.context.calls._long_storage_threads
         async with asyncio.timeout(60):
-            while waiting.statistics().tasks_waiting < 8:  # noqa: ASYNC110  the server's own tasks
+            while LONG_STORAGE.statistics().tasks_waiting < 8:  # noqa: ASYNC110  the server's own tasks
                 await asyncio.sleep(0.02)
         assert begun.acquire(timeout=60) and begun.acquire(timeout=60)
         assert not begun.acquire(blocking=False), "two at a time"

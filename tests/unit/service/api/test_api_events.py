@@ -200,8 +200,8 @@ async def test_a_stream_ends_with_its_token(
     for stream in (theirs, others):
         await stream.wait_for(0, comments=3)
     if end == "revoked":
-        found = api.context.tokens.find(token)
-        assert found is not None and api.context.tokens.revoke(found.id)  # as another replica would
+        found = api.tokens.find(token)
+        assert found is not None and api.tokens.revoke(found.id)  # as another replica would
     else:
         api.clock.now += 61
     async with asyncio.timeout(30):
@@ -231,7 +231,7 @@ async def test_closing_the_feed_ends_streams_of_live_runs(api: ApiService) -> No
     ]
     reading = asyncio.gather(*(stream.read() for stream in streams))
     await streams[0].wait_for(2)
-    api.context.feed.close()
+    api.feed.close()
     async with asyncio.timeout(60):
         await reading
 
@@ -275,7 +275,7 @@ async def test_large_events_come_in_pages_and_streams_of_bounded_size(api: ApiSe
     large = [journal.event(EventKind.EPOCH_HOOK_DONE, pad="x" * (3 << 20)) for _ in range(9)]
     api.apply(run_id, large)
     await follower.wait_for(len(large))
-    [tail] = api.context.feed._tails.values()
+    [tail] = api.feed._tails.values()
     assert sum(map(len, tail.ring)) <= 16 << 20, "of all that is kept for followers"
     api.apply(run_id, finish(journal))
     late = Stream(api.http, path)

@@ -152,7 +152,7 @@ def requests(run_id: str) -> list[tuple[str, str]]:
 
 async def test_random_headers_queries_and_paths(api: ApiService) -> None:
     run_id, app = await api.create(), app_of(api)
-    api.context.rate_limit = RateLimit(1e9)
+    api.door.rate_limit = RateLimit(1e9)
     token = (b"authorization", api.http.headers["authorization"].encode())
     header = st.tuples(
         st.sampled_from(HEADERS), st.one_of(st.sampled_from(ODD), st.binary(max_size=40))

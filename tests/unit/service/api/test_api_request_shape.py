@@ -43,7 +43,7 @@ async def test_head_of_a_stream_ends_and_of_nothing_is_404(api: ApiService) -> N
         )
     assert head.status_code == 200 and "text/event-stream" in head.headers["content-type"]
     await api.get("/healthz")
-    assert api.context.followers.num_open == 0, "nobody reads what is streamed"
+    assert api.followers.num_open == 0, "nobody reads what is streamed"
     assert (await api.http.head("/v1/runs/none")).status_code == 404
     assert (await (await api.client(None)).head("/v1/runs")).status_code == 401
 

@@ -90,7 +90,7 @@ async def test_a_directory_that_cannot_be_removed_keeps_the_run(
 ) -> None:
     run_id = await api.create()
     await api.http.post(f"/v1/runs/{run_id}/cancel")
-    gate, runs = api.context.storage_gate, tmp_path / "storage" / "runs"
+    gate, runs = api.storage_gate, tmp_path / "storage" / "runs"
     identity = tmp_path / "storage" / IDENTITY_FILE
     identity.rename(tmp_path / "own")
     gate.forget()

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from everstep.wire import GoodputBuckets, ProjectGoodput
+from everstep.wire import ProjectGoodput
 from everstep.wire.events import EventKind
-from service.db.run_queries import TimeBook
-from service.projections.goodput import TimeLedger, to_us
 from storage.logs.journal import JournalEvent
 from tests.support.api_service import ApiService, Journal
 from tests.support.page_text import text_of
 from tests.support.web_browser import Browser
-from tests.unit.service.db.test_goodput import BEGIN, any_event
 
 
 async def figures(api: ApiService) -> dict[str, float]:
@@ -54,7 +48,7 @@ async def test_what_happened_is_counted_once(api: ApiService) -> None:
     run_id, journal = await api.running()
     run = api.runs.get(run_id)
     assert run is not None
-    seen = api.context.figures
+    seen = api.figures
     seen.started(run, 20.0)
     at_first = await figures(api)
     assert at_first['everstep_checkpoints_total{project="default",result="failed"}'] == 0, (
@@ -130,32 +124,20 @@ async def test_a_token_of_one_project_sees_its_own_time_only(api: ApiService) ->
     ]
 
 
-class Ledgers:
-    """Runs of one project, as the store hands out their ledgers."""
-
-    def __init__(self, ledgers: list[TimeLedger]) -> None:
-        self._ledgers = {str(number): ledger for number, ledger in enumerate(ledgers)}
-
-    def heads(self) -> dict[str, tuple[str, str]]:
-        return {run_id: ("p", "RUNNING") for run_id in self._ledgers}
-
-    def ledgers(self, run_ids: list[str]) -> dict[str, tuple[dict[str, object], float | None]]:
-        return {run_id: (self._ledgers[run_id].dump(), None) for run_id in run_ids}
-
-
-@given(histories=st.lists(st.lists(any_event(), max_size=15), min_size=1, max_size=4))
-def test_a_project_s_buckets_are_the_sum_of_its_runs_to_the_microsecond(
-    histories: list[list[object]],
-) -> None:
-    ledgers = []
-    for history in histories:
-        ledger = TimeLedger.begin(BEGIN)
-        for event in history:
-            ledger.apply(event, BEGIN + 600)  # type: ignore[arg-type]
-        ledgers.append(ledger)
-    [found] = TimeBook(Ledgers(ledgers)).by_project(BEGIN + 600)  # type: ignore[arg-type]
-    assert found.runs == len(ledgers)
-    for name in GoodputBuckets.model_fields:
-        parts = [to_us(getattr(ledger.close(BEGIN + 600).buckets, name)) for ledger in ledgers]
-        assert to_us(getattr(found.buckets, name)) == sum(parts)
-    assert to_us(found.wall_s) == len(ledgers) * 600_000_000
+async def test_a_project_s_buckets_are_the_sum_of_its_runs(api: ApiService) -> None:
+    ids = []
+    for _ in range(3):
+        run_id, journal = await api.running()
+        api.clock.now += 7.25
+        api.apply(run_id, [journal.steps(2, at=api.clock.now), journal.steps(3)])
+        ids.append(run_id)
+    api.apply(ids[2], [journal.event(EventKind.FINISHED, outcome="succeeded", step=3)])
+    ids.append(await api.create())
+    assert (await api.http.post(f"/v1/runs/{ids[3]}/pause")).status_code == 202
+    api.clock.now += 100
+    of_runs = [await api.get(f"/v1/runs/{run_id}/goodput") for run_id in ids]
+    [total] = (await api.get("/v1/goodput"))["items"]
+    assert total["runs"] == 4 and total["wall_s"] == sum(each["wall_s"] for each in of_runs)
+    for name, seconds in total["buckets"].items():
+        assert seconds == sum(each["buckets"][name] for each in of_runs), name
+    assert total["buckets"]["productive"] > 0 and total["buckets"]["paused"] == 100

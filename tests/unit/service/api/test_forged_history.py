@@ -11,7 +11,7 @@ import pytest
 
 from everstep.wire.alerts import AlertRequest
 from everstep.wire.events import EventKind
-from service.annexes.alerts.routes import store_of
+from service.annexes.alerts.store import AlertStore
 from service.annexes.nodes.store import NodeMarkStore
 from service.db.audit import NotificationStore
 from service.figures import RunFigures
@@ -100,7 +100,7 @@ async def test_no_history_is_folded_in_the_event_loop_or_while_the_database_is_l
     browser = await Browser.logged_in(api, api.token("admin"))
     alert = {"name": "a", "format": "json", "url": "https://hooks.example.org/x"}
     for when in ("straggler", "finished"):
-        store_of(api.context).create(AlertRequest(**alert, when=when), "tok")
+        AlertStore(api.database, api.clock).create(AlertRequest(**alert, when=when), "tok")
     run_id, journal = await api.running(notify={"url": "https://hooks.example.org"})
     forged = fail(journal, exception="KeyError: 'a'", evidence={"pairs": "xxxx"})
     api.apply(run_id, [forged, *(journal.event(kind, **data) for kind, data in FORGED.values())])

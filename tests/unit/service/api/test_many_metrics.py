@@ -56,7 +56,7 @@ async def test_a_page_of_runs_stays_small(api: ApiService) -> None:
         found["metrics"]["val_quality"],
     ) == (0.25, 0.75)
     assert found["best"]["value"] == 0.75
-    assert len(api.context.series.names(run_id)) <= MAX_NAMES + 1
+    assert len(api.series.names(run_id)) <= MAX_NAMES + 1
 
 
 async def test_values_that_are_not_finite_are_counted_too(api: ApiService) -> None:
@@ -70,7 +70,7 @@ async def test_values_that_are_not_finite_are_counted_too(api: ApiService) -> No
             )
         ],
     )
-    assert len(api.context.series.names(run_id)) <= MAX_NAMES
+    assert len(api.series.names(run_id)) <= MAX_NAMES
 
 
 def test_a_reporter_leaves_out_what_is_beyond_the_limit_and_says_so_once(

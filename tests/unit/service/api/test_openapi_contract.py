@@ -15,10 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from service.annexes.registry import ANNEXES
-from service.api.context import ApiContext
+from service.cluster.ray_jobs import RayJobs
 from service.db.engine import Database
-from service.process.app import create_app
+from service.process.app import composed, create_app
 from service.settings import Settings
 from storage.filesystem import open_storage
 from tests.support.api_service import OneNodeCluster
@@ -31,16 +30,17 @@ OPEN = {"/healthz", "/readyz"}
 def described() -> dict[str, Any]:
     """What the application says of itself, but for its version."""
     with tempfile.TemporaryDirectory() as directory:
-        context = ApiContext(
-            Database(f"sqlite:///{directory}/x.db"),
+        database = Database(f"sqlite:///{directory}/x.db")
+        parts = composed(
+            Settings(home=Path(directory)),
+            database,
             open_storage(directory),
             OneNodeCluster(),
-            lambda: None,
-            settings=Settings(home=Path(directory)),
-            annexes=ANNEXES,
+            RayJobs(lambda: None),
+            lag_s=lambda: None,
         )
-        schema: dict[str, Any] = json.loads(json.dumps(create_app(context).openapi()))
-        context.database.close()
+        schema: dict[str, Any] = json.loads(json.dumps(create_app(parts).openapi()))
+        database.close()
     schema["info"].pop("version")
     return schema
 

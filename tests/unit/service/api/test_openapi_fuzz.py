@@ -27,13 +27,17 @@ from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
 from service.annex import hooks_of
 from service.annexes.registry import ANNEXES
-from service.api.context import ApiContext
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.engine import Database
+from service.db.events import EventStore
+from service.db.runs import RunStore
 from service.db.tables import metadata
-from service.process.app import create_app
+from service.db.tokens import TokenStore
+from service.parts import ServiceParts
+from service.process.app import composed, create_app
 from service.settings import Settings
-from storage.filesystem import open_storage
+from service.storage_identity import StorageGate
+from storage.filesystem import Storage, open_storage
 from tests.support.api_service import Journal, ManualClock, OneNodeCluster, spec
 from tests.support.fake_ray import FakeRay, serving
 
@@ -54,46 +58,45 @@ BOUNDED = settings(
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Iterator[ApiContext]:
+def parts(tmp_path: Path) -> Iterator[ServiceParts]:
     database = Database(f"sqlite:///{tmp_path / 'everstep.db'}", hooks_of(ANNEXES))
     database.migrate()
     storage = open_storage(str(tmp_path / "storage"))
     with serving(FakeRay()) as ray:
         endpoint = RayEndpoint(ray.url, ray.token)
         jobs = RayJobs(lambda: endpoint)
-        yield ApiContext(
+        yield composed(
+            Settings(home=tmp_path, ray_address=ray.url, drills=True, rate_per_s=0),
             database,
             storage,
             OneNodeCluster(),
-            lambda: 0.1,
-            ManualClock(),
-            settings=Settings(home=tmp_path, ray_address=ray.url, drills=True, rate_per_s=0),
-            ray=jobs,
-            annexes=ANNEXES,
+            jobs,
+            lag_s=lambda: 0.1,
+            clock=ManualClock(),
         )
     database.close()
 
 
 @pytest.fixture
-def headers(context: ApiContext) -> dict[str, str]:
-    return {"Authorization": f"Bearer {context.tokens.create('fuzz', 'admin', None)[1]}"}
+def headers(parts: ServiceParts) -> dict[str, str]:
+    return {"Authorization": f"Bearer {parts[TokenStore].create('fuzz', 'admin', None)[1]}"}
 
 
 @pytest.fixture
-def api(context: ApiContext) -> Any:
-    return schemathesis.openapi.from_asgi("/openapi.json", create_app(context))
+def api(parts: ServiceParts) -> Any:
+    return schemathesis.openapi.from_asgi("/openapi.json", create_app(parts))
 
 
 @pytest.fixture
-def run_id(context: ApiContext) -> str:
+def run_id(parts: ServiceParts) -> str:
     """A run with a history."""
-    made = context.runs.create(parse_spec(spec(tags={"a": "b"})), "tok_test")[0].id
-    context.storage_gate.check()  # as a service does before it has any run
-    context.runs.claim_submission(made, 0)
+    made = parts[RunStore].create(parse_spec(spec(tags={"a": "b"})), "tok_test")[0].id
+    parts[StorageGate].check()  # as a service does before it has any run
+    parts[RunStore].claim_submission(made, 0)
     journal = Journal()
     history = [*journal.start(), journal.steps(1, 2), journal.checkpoint(2, accuracy=0.5)]
     history.append(journal.event(EventKind.EVALUATED, step=2, epoch=0, metrics={"accuracy": 0.5}))
-    context.events.apply_journal(made, 1, history, "c")
+    parts[EventStore].apply_journal(made, 1, history, "c")
     return made
 
 
@@ -129,12 +132,12 @@ def test_no_generated_request_gets_an_answer_that_is_not_documented(
 
 
 def test_no_sequence_of_requests_gets_there_either(
-    api: Any, headers: dict[str, str], context: ApiContext
+    api: Any, headers: dict[str, str], parts: ServiceParts
 ) -> None:
     """Along the links: what is made is looked at, stopped, resumed and deleted."""
 
     tokens = metadata.tables["tokens"]
-    with context.database.read() as connection:
+    with parts[Database].read() as connection:
         own = [dict(row) for row in connection.execute(select(tokens)).mappings()]
 
     class Story(api.as_state_machine()):  # type: ignore[misc]
@@ -142,11 +145,11 @@ def test_no_sequence_of_requests_gets_there_either(
             """Begin where every other story begins: what the same requests are answered with must
             not depend on earlier ones. One may even have revoked the token that all of them
             use."""
-            with context.database.write() as connection:
+            with parts[Database].write() as connection:
                 for table in reversed(metadata.sorted_tables):
                     connection.execute(table.delete())
                 connection.execute(tokens.insert(), own)
-            for path in Path(context.storage.uri).glob("*"):
+            for path in Path(parts[Storage].uri).glob("*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
         def get_call_kwargs(self, case: Case) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class Untouched:
 
 async def test_nobody_s_body_is_read_before_it_is_known_who_they_are(api: ApiService) -> None:
     """Every route refuses who may not use it, whatever the body is, and without waiting for it."""
-    app = create_app(api.context)
+    app = create_app(api.parts)
     run_id = await api.create()
     names = dict.fromkeys(
         ("step", "drill_id", "profile_id", "session_id", "name", "alert_id", "delivery_id"), "x"

@@ -41,7 +41,7 @@ class Unread:
 
 async def open_streams(api: ApiService, count: int) -> None:
     async with asyncio.timeout(60):
-        while api.context.followers.num_open != count:  # noqa: ASYNC110  the server's own tasks
+        while api.followers.num_open != count:  # noqa: ASYNC110  the server's own tasks
             await asyncio.sleep(0.02)
 
 
@@ -61,12 +61,12 @@ async def test_what_a_stream_holds_for_a_client_that_does_not_read_is_one_piece(
 ) -> None:
     run_id, journal = await api.running()
     add_large_events(api, run_id, journal, 200, 20_000)
-    from_database = [piece async for piece in first(api.context.feed.follow(run_id, 0), 40)]
-    follower = api.context.feed.follow(run_id, 0)
+    from_database = [piece async for piece in first(api.feed.follow(run_id, 0), 40)]
+    follower = api.feed.follow(run_id, 0)
     await anext(follower)  # the run is followed: what comes now is kept for its followers
     last = add_large_events(api, run_id, journal, 80, 20_000)
-    await api.context.feed.tick()
-    from_ring = [piece async for piece in first(api.context.feed.follow(run_id, last - 75), 15)]
+    await api.feed.tick()
+    from_ring = [piece async for piece in first(api.feed.follow(run_id, last - 75), 15)]
     await follower.aclose()
     for pieces in (from_database, from_ring):
         assert max(map(len, pieces)) <= streams.PIECE_BYTES + 21_000

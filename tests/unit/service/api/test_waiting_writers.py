@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from service.api.blocking import WRITERS
 from tests.support.api_service import ApiService
 
 
@@ -25,8 +26,7 @@ async def test_readers_are_answered_while_a_crowd_waits_to_write(api: ApiService
     ]
     try:
         async with asyncio.timeout(10):
-            threads = api.context.calls._writing_threads
-            while not threads.statistics().tasks_waiting:  # noqa: ASYNC110  no other sign of it
+            while not WRITERS.statistics().tasks_waiting:  # noqa: ASYNC110  no other sign of it
                 await asyncio.sleep(0.01)
             assert (await api.get(f"/v1/runs/{run_id}"))["status"] == "RUNNING"
         assert not any(each.done() for each in crowd)

@@ -35,7 +35,7 @@ def test_connections_that_broke_are_replaced(postgresql: PostgresServer) -> None
         database, other = Database(url), Database(url)
         runs = RunStore(database)
         run = made(runs, "kept")
-        with other.autocommit() as connection:
+        with other.read() as connection:
             connection.execute(text(f"SELECT pg_terminate_backend(pid) {OTHERS}")).all()
         assert runs.get(run.id) == run
         database.close()
@@ -47,7 +47,7 @@ def test_a_standby_is_a_database_that_is_away(postgresql: PostgresServer) -> Non
     with postgresql.database() as url:
         database, later = Database(url), Database(url)
         made(RunStore(database), "before")
-        with database.autocommit() as connection:
+        with database.read() as connection:
             name = make_url(url).database
             connection.execute(
                 text(f"ALTER DATABASE {name} SET default_transaction_read_only = on")

@@ -116,7 +116,7 @@ def test_pages_of_every_kind_are_the_whole_list_cut(
     seen, before = [], None
     while page := runs.page(where, 2, before):
         seen += page
-        before = (page[-1].created_at, page[-1].id)
+        before = (seen[-1].created_at, seen[-1].id)
     assert len(seen) == len(wanted) > 2 and {run.id for run in seen} == wanted
     assert [run.created_at for run in seen] == sorted(
         (run.created_at for run in seen), reverse=True

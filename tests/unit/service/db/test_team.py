@@ -61,7 +61,7 @@ def test_a_preempted_run_queues_again_in_the_transaction_that_pauses_it(
     )
     with pytest.raises(TransitionConflict):
         runs.preempt(run.id, 1, "run_other")
-    journal, events = Journal(), EventStore(database, runs._clock)
+    journal, events = Journal(), EventStore(database, runs.clock)
     events.apply_journal(run.id, 1, journal.start(), "b")
     finished = journal.event(
         EventKind.FINISHED,

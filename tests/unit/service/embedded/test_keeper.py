@@ -16,16 +16,16 @@ from typing import ClassVar
 import pytest
 from ray._private.parameter import RayParams
 
-from service.cluster.cluster_view import ClusterNote, NodeNote, read_note
+from service.cluster.cluster_view import ClusterNote, NodeNote, read_note, write_note
 from service.embedded import keeper as keeper_module
 from service.embedded.cluster import agent_ports
 from service.embedded.keeper import Keeper
-from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
+from service.embedded.processes import CLUSTER_DIR_VARIABLE
 from service.embedded.supervisor import NodeReturns
 
 
 def node(slot: int, pids: tuple[int, ...] = ()) -> NodeNote:
-    return NodeNote(f"node-{slot}", slot == 0, slot, os.getpid(), 0.0, 1, pids)
+    return NodeNote(f"node-{slot}", slot == 0, slot, os.getpid(), pids)
 
 
 def test_the_named_ports_are_free_and_no_two_nodes_have_the_same() -> None:
@@ -73,7 +73,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
     temp_dir = tmp_path / "cluster"
     temp_dir.mkdir()
     pid = os.getpid()
-    note = ClusterNote("ready", pid, started_at(pid), str(temp_dir), 3, 1)
+    note = ClusterNote("ready", pid, str(temp_dir), 3, 1)
     note = replace(note, gcs_pid=pid, dashboard_pid=pid, fork_server_pid=pid, nodes=(node(0),))
     monkeypatch.setattr(keeper_module, "lives", lambda *_: True)
     monkeypatch.setattr(Slow, "left", [])
@@ -163,3 +163,14 @@ def test_a_dead_node_comes_back_after_a_while_and_not_while_the_cluster_ends(
     assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
     note = read_note(slow._note_path)
     assert note is not None and note.coming_back == ()
+
+
+def test_a_note_of_a_newer_keeper_is_read(tmp_path: Path) -> None:
+    """Else a service that is put back ends the cluster, and every run, of the one after it."""
+    node = NodeNote("node-0", True, 0, os.getpid(), (1, 2))
+    note = ClusterNote("ready", os.getpid(), str(tmp_path), 3, 1, nodes=(node,))
+    write_note(tmp_path / "cluster.json", note)
+    raw = json.loads((tmp_path / "cluster.json").read_text())
+    raw["nodes"][0]["of_the_future"] = raw["of_the_future"] = 1
+    (tmp_path / "cluster.json").write_text(json.dumps(raw))
+    assert read_note(tmp_path / "cluster.json") == note

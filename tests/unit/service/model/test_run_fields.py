@@ -12,18 +12,19 @@ from sqlalchemy import update
 
 from everstep.client.handles import RunFields
 from everstep.spec.parsing import parse_spec
-from everstep.wire import ForkedFrom, Run, RunStatus
-from service.api.answers import run_answer, run_json
+from everstep.wire import Run, RunStatus
+from service.api.answers import ServiceLinks, run_json
 from service.db import tables
 from service.db.engine import Database
 from service.db.runs import RunStore, new_row
 from service.model.run_rows import ListedRun, RunRow
 from service.projections.protection import protection
 from service.reconciler.observe import facts_of
-from tests.support.api_service import NOON, spec
+from tests.support.api_service import NOON, OneNodeCluster, spec
 
 pytest_plugins = ["tests.support.database_fixtures"]
 
+LINKS = ServiceLinks(OneNodeCluster(), "http://here", relays_ray=False)
 OLD = {"name": "digits", "task": spec()["task"]}
 """As the first versions might have stored a spec: most sections are missing."""
 
@@ -34,7 +35,7 @@ def row(stored: dict[str, Any]) -> RunRow:
 
 def test_the_answer_says_every_field_of_a_run() -> None:
     run = row(spec())
-    answer = run_json(run, [], "http://ray", NOON, "http://here")
+    answer = run_json(run, [], LINKS, NOON)
     assert set(answer) == set(Run.model_fields)
     changed = replace(
         run,
@@ -46,7 +47,7 @@ def test_the_answer_says_every_field_of_a_run() -> None:
         steps_lost=2,
         started_at=NOON + 1,
     )
-    read = run_answer(changed, [], None, NOON)
+    read = Run.model_validate(run_json(changed, [], LINKS, NOON))
     assert (read.name, read.attempt, read.step, read.metrics) == ("other", 3, 7, {"loss": 0.5})
     assert (read.guarantee, read.steps_lost) == ("each sample once", 2)
     assert read.started_at is not None and read.started_at.timestamp() == NOON + 1
@@ -81,7 +82,7 @@ def test_a_stored_spec_of_another_version_can_be_read(changes: dict[str, Any]) -
     facts = facts_of(run)
     assert (facts.min_workers, facts.max_workers, facts.use_gpu) == (1, 1, "auto")
     assert protection(run).survives == ("rank", "node", "driver")
-    assert run_answer(run, [], None, NOON).forked_from is None
+    assert run_json(run, [], LINKS, NOON)["forked_from"] is None
 
 
 def test_a_run_with_an_old_spec_is_listed_and_scheduled(runs: RunStore, database: Database) -> None:
@@ -91,7 +92,7 @@ def test_a_run_with_an_old_spec_is_listed_and_scheduled(runs: RunStore, database
         connection.execute(update(tables.runs).values(spec=old))
     listed, _ = runs.listed([run.id])[run.id]
     assert isinstance(listed, ListedRun) and listed.max_system_failures is None
-    assert run_answer(listed, [], None, NOON).forked_from == ForkedFrom(run_id="run_0", step=12)
+    assert run_json(listed, [], LINKS, NOON)["forked_from"] == {"run_id": "run_0", "step": 12}
     assert [facts_of(live).max_workers for live in runs.live()] == [1]
     assert runs.checkpoints.awaited() == {"run_0": frozenset({12})}
     stopped = runs.request_stop(run.id, "cancel")

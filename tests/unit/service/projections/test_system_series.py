@@ -56,7 +56,7 @@ async def test_they_are_kept_by_time_and_drawn_by_rank(tmp_path: Path) -> None:
             "system.cpu_cores.rank1": [[10, NOON + 10.4, 0.25]],
             "system.gpu_celsius.rank0": [[70, NOON + 70.4, 61.0]],
         }
-        assert "system.cpu_cores.rank64" not in api.context.series.names(run_id)
+        assert "system.cpu_cores.rank64" not in api.series.names(run_id)
         browser = await Browser.logged_in(api, api.token("viewer"))
         drawn = json.loads((await browser.http.get(f"/runs/{run_id}/curves.json")).text)
         titles = {chart["title"]: chart.get("labels") for chart in drawn["charts"]}

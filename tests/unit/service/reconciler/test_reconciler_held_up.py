@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import queue
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -100,36 +99,6 @@ async def test_a_directory_that_does_not_answer(
     async with asyncio.timeout(30):
         while here.get(one).step != 7:
             await here.reconciler.tick()
-
-
-def test_a_run_that_was_not_left_is_not_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patience ended, and before the thread was left it had the outcome and began the next run."""
-    rows = [replace(run_row(), id=f"run_{number:012d}") for number in range(3)]
-    ended, began = threading.Event(), threading.Event()
-    reads: list[str] = []
-
-    class LateQueue(queue.SimpleQueue[Any]):
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            try:
-                return super().get(block, timeout)
-            except queue.Empty:
-                ended.set()
-                assert began.wait(30)
-                raise
-
-    def drain(row: RunRow) -> tuple[RunRow, TailFact]:
-        reads.append(row.id)
-        if row is rows[0]:
-            assert ended.wait(30)
-        else:
-            began.set()
-        return row, TailFact.DRAINED
-
-    monkeypatch.setattr(tail_module.queue, "SimpleQueue", LateQueue)
-    monkeypatch.setattr(tail_module, "RUN_PATIENCE_S", 0.5)
-    found = tail_module.Drains(drain).read(rows)
-    assert reads == [row.id for row in rows]
-    assert {fact for _, fact in found.values()} == {TailFact.DRAINED}
 
 
 def test_a_run_that_was_slow_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,10 +130,10 @@ async def test_a_newer_journal_that_cannot_be_read_is_not_taken_for_none(
     ray.end(f"{run.id}-s002")
     here.now += 600
 
-    def away(run_dir: RunDir, submission: int, cursor: str | None = None, limit: int = 1000) -> Any:
+    def away(run_dir: RunDir, submission: int, *args: Any, **options: Any) -> Any:
         if submission == 2:
             raise StorageUnavailable("for a moment")
-        return read_journal(run_dir, submission, cursor, limit)
+        return read_journal(run_dir, submission, *args, **options)
 
     with monkeypatch.context() as broken:
         broken.setattr(tail_module, "read_journal", away)

@@ -70,8 +70,8 @@ async def test_a_token_that_ends_ends_its_log_ins(api: ApiService) -> None:
 async def test_revoking_a_token_ends_its_log_ins(api: ApiService) -> None:
     token = api.token("viewer")
     browsers = [await Browser.logged_in(api, token) for _ in range(2)]
-    found = api.context.tokens.find(token)
-    assert found is not None and api.context.tokens.revoke(found.id)
+    found = api.tokens.find(token)
+    assert found is not None and api.tokens.revoke(found.id)
     for browser in browsers:
         assert (await browser.http.get("/runs")).status_code == 303
 
@@ -103,13 +103,13 @@ async def test_a_log_in_ends_by_itself_and_goes_from_the_database(api: ApiServic
 
 
 async def test_a_token_has_no_more_than_a_hundred_log_ins(api: ApiService) -> None:
-    found = api.context.tokens.find(api.token("viewer"))
+    found = api.tokens.find(api.token("viewer"))
     assert found is not None
     secrets = []
     for _ in range(102):
         api.clock.now += 1
-        secrets.append(api.context.sessions.begin(found.id))
-    still = [api.context.sessions.find(secret) is not None for secret in secrets]
+        secrets.append(api.sessions.begin(found.id))
+    still = [api.sessions.find(secret) is not None for secret in secrets]
     assert still == [False] * 2 + [True] * 100
 
 

@@ -39,7 +39,7 @@ async def test_a_line_that_is_read_late_takes_its_place(api: ApiService, browser
     run_id, _ = await api.running()
     path = f"/runs/{run_id}/logs"
     write(api, run_id, 0, 1, 10, 30)
-    view = api.context.logs.view(run_id, None, None)
+    view = api.logs.view(run_id, None, None)
     await view.read(0, 10)
     write(api, run_id, 1, 1, 20)  # that rank's lines come from a slower node
     await view.read(0, 10)
@@ -66,7 +66,7 @@ async def test_a_download_has_the_limits_of_streams(
     path = f"/runs/{run_id}/logs.txt"
     answer = await browser.http.get(path)
     assert answer.text.count("\n") == 30 and "00029" in answer.text
-    view = api.context.logs.view(run_id, None, None)
+    view = api.logs.view(run_id, None, None)
     sizes = [len(piece) async for piece in _all_lines(view, await view.read(0, 500))]
     assert sum(sizes) == len(answer.content) and max(sizes) < streams.PIECE_BYTES + 21_000
 

@@ -211,7 +211,7 @@ async def test_a_database_that_is_away_is_a_page_too(
     def away(*_: object) -> None:
         raise DatabaseUnavailable("gone")
 
-    monkeypatch.setattr(api.context.runs, "page", away)
+    monkeypatch.setattr(api.runs, "page", away)
     answer = await browser.http.get("/runs")
     assert (
         answer.status_code == 503

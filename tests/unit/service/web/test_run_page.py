@@ -290,7 +290,7 @@ async def test_logs_are_filtered_searched_and_paged(api: ApiService, browser: Br
                     for index in range(1200)
                 ]
             )
-    api.context.logs.forget(run_id)
+    api.logs.forget(run_id)
     newest = await browser.page(path)
     assert (
         "rank 1 says 1199" in newest

@@ -106,7 +106,7 @@ async def test_a_token_is_shown_once_used_and_revoked_at_once(api: ApiService) -
     client = await api.client(token["token"])
     assert (await client.post("/v1/runs", json=spec(project="vision"))).status_code == 201
     assert (await client.post("/v1/runs", json=spec(project="default"))).status_code == 403
-    await api.context.token_use.flush()
+    await api.token_use.flush()
     listed = {item["id"]: item for item in (await api.get("/v1/tokens"))["items"]}
     assert "token" not in listed[token["id"]] and token["token"] not in json.dumps(listed)
     assert listed[token["id"]]["last_used_at"] == "2026-05-28T20:26:40.000Z"
@@ -147,7 +147,7 @@ async def test_a_known_token_is_refused_once_it_is_revoked_or_expired(api: ApiSe
         client = await api.client(token["token"])
         assert (await client.get("/v1/runs")).status_code == 200
         if end == "revoked":
-            api.context.tokens.revoke(token["id"])  # as another replica would
+            api.tokens.revoke(token["id"])  # as another replica would
         else:
             api.clock.now = datetime(2030, 1, 2, tzinfo=UTC).timestamp()
         for path in ("/v1/runs", "/v1/runs?limit=0"):
@@ -288,13 +288,13 @@ async def test_every_call_that_may_change_something_is_in_the_audit_log(api: Api
 async def test_the_log_knows_how_a_call_ended_before_its_caller_does(
     api: ApiService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete = api.context.audit.complete
+    complete = api.audit.complete
 
     def slowly(entry: AuditedCall) -> None:
         time.sleep(0.3)
         complete(entry)
 
-    monkeypatch.setattr(api.context.audit, "complete", slowly)
+    monkeypatch.setattr(api.audit, "complete", slowly)
     assert (await api.http.delete("/v1/tokens/tok_none")).status_code == 404
     assert (await api.get("/v1/audit?limit=1"))["items"][0]["status"] == 404
 
@@ -304,7 +304,7 @@ async def test_the_log_knows_how_a_call_ended_before_its_caller_does(
 
 async def test_who_asks_too_often_is_told_when_to_come_back(api: ApiService) -> None:
     seconds = 0.0
-    api.context.rate_limit = RateLimit(2.0, lambda: seconds)
+    api.door.rate_limit = RateLimit(2.0, lambda: seconds)
     other = await api.client(api.token("viewer", "default"))
     statuses = [(await api.http.get("/v1/catalog")).status_code for _ in range(5)]
     assert statuses == [200, 200, 200, 200, 429], "twice the rate at once"

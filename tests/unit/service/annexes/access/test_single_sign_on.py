@@ -48,7 +48,7 @@ def use(service: ApiService, idp: OidcProvider, public_url: str) -> None:
         lasts_s=3600.0,
         label="Example",
     )
-    service.context.add_part(Provider(rule, public_url + CALLBACK_PATH, time.time))
+    service.parts.add(Provider(rule, public_url + CALLBACK_PATH, time.time))
 
 
 async def visitor(api: ApiService) -> httpx.AsyncClient:
@@ -80,7 +80,7 @@ async def test_a_person_logs_in_and_owns_what_they_submit(
     assert "ada@example.org" in html and "submitter of vision" in html and "Test/1.0" in html
     set_ = browser.http.cookies
     assert "everstep_flow" not in set_ and len(set_[COOKIE]) >= 40
-    found = api.context.sessions.find(set_[COOKIE])
+    found = api.sessions.find(set_[COOKIE])
     assert found is not None
     assert (found.owner, found.role, found.project) == ("ada@example.org", "submitter", "vision")
 
@@ -136,7 +136,7 @@ async def test_a_code_needs_the_verifier_of_its_log_in(api: ApiService, idp: Oid
 
 async def test_a_rotated_key_is_fetched(api: ApiService, idp: OidcProvider) -> None:
     await logged_in(api, idp)
-    provider = api.context.part(Provider)
+    provider = api.parts[Provider]
     assert provider is not None
     idp.rotate()
     provider._keys_at -= 6.0  # looks for new keys are this far apart
@@ -168,13 +168,13 @@ async def test_groups_that_are_gone_at_the_next_log_in_take_their_rights_along(
 
 async def test_a_session_uses_one_of_several_rights(api: ApiService, idp: OidcProvider) -> None:
     browser = await logged_in(api, idp)
-    user = api.context.sessions.find(browser.http.cookies[COOKIE])
+    user = api.sessions.find(browser.http.cookies[COOKIE])
     assert user is not None and user.user_id is not None
-    grants = {row.project: row for row in api.context.tokens.of_user(user.user_id, "log_in")}
+    grants = {row.project: row for row in api.tokens.of_user(user.user_id, "log_in")}
     assert set(grants) == {"vision", "speech"}
     await browser.send("/account", "/account/rights", token_id=grants["speech"].id)
     assert "viewer of speech" in await browser.page("/account")
-    stranger = api.context.tokens.find(api.token("admin"))
+    stranger = api.tokens.find(api.token("admin"))
     assert stranger is not None
     refused = await browser.send("/account", "/account/rights", token_id=stranger.id)
     assert refused.status_code == 404
@@ -241,10 +241,10 @@ async def test_without_a_provider_there_is_no_such_page(tmp_path: Path) -> None:
 async def test_a_provider_that_is_away_is_told_and_tokens_still_log_in(
     api: ApiService, idp: OidcProvider
 ) -> None:
-    provider = api.context.part(Provider)
+    provider = api.parts[Provider]
     assert provider is not None
     away = ProviderRule(**{**vars(provider.rule), "issuer": "http://127.0.0.1:9/o"})
-    api.context.add_part(Provider(away, api.url + CALLBACK_PATH))
+    api.parts.add(Provider(away, api.url + CALLBACK_PATH))
     answer = await (await visitor(api)).get("/login/oidc")
     assert answer.status_code == 503 and "does not answer" in answer.text
     await Browser.logged_in(api, api.token("viewer"))

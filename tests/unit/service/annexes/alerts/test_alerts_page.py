@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from service.annexes.alerts.routes import store_of
 from service.annexes.alerts.sender import AlertSender
-from service.annexes.alerts.store import DeliveryStore, IncidentStore
+from service.annexes.alerts.store import AlertStore, DeliveryStore, IncidentStore
 from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.scripted_http import scripted
@@ -15,9 +14,9 @@ async def send_due(api: ApiService) -> None:
     stores = (
         DeliveryStore(api.database, api.clock),
         IncidentStore(api.database, api.clock),
-        api.context.events,
+        api.events,
     )
-    await AlertSender(*stores, api.context.settings.notify, clock=api.clock).work()
+    await AlertSender(*stores, api.settings.notify, clock=api.clock).work()
 
 
 async def test_an_alert_is_made_tried_and_deleted(api: ApiService) -> None:
@@ -36,7 +35,7 @@ async def test_an_alert_is_made_tried_and_deleted(api: ApiService) -> None:
         assert "s3cr3t" not in wrong.text and "&lt;b&gt;on-call&lt;/b&gt;" in wrong.text
         made = await browser.send("/alerts", "/alerts", **fields | {"more_than": "2"})
         assert (made.status_code, made.headers["location"]) == (303, "/alerts")
-        [alert] = store_of(api.context).all()
+        [alert] = AlertStore(api.database).all()
         page = await browser.page("/alerts")
         assert "N = 2" in page and "s3cr3t" not in page and "<b>" not in page
         receiver.script["/s3cr3t"] = [lambda handler: handler.send(500, b"<i>no</i> /s3cr3t")]
@@ -45,14 +44,14 @@ async def test_an_alert_is_made_tried_and_deleted(api: ApiService) -> None:
         await send_due(api)
         page = await browser.page("/alerts")
         assert "it answered 500" in page and "&lt;i&gt;no&lt;/i&gt; [secret]" in page
-        [message] = store_of(api.context).deliveries(alert.id, 5)
+        [message] = AlertStore(api.database).deliveries(alert.id, 5)
         receiver.script["/s3cr3t"] = [lambda handler: handler.send(200, b"")]
         retry = f"/alerts/{alert.id}/deliveries/{message.id}/retry"
         assert (await browser.send("/alerts", retry)).status_code == 303
         await send_due(api)
         assert "Delivered" in await browser.page("/alerts")
     assert (await browser.send("/alerts", f"/alerts/{alert.id}/delete")).status_code == 303
-    assert store_of(api.context).all() == []
+    assert AlertStore(api.database).all() == []
 
 
 async def test_only_administrators_see_it(api: ApiService) -> None:

@@ -138,7 +138,7 @@ async def test_unknown_nodes_and_lesser_roles_are_refused(api: ApiService, word:
         "unavailable",
         "2",
     )
-    assert api.context.node_marks.all() == {}
+    assert api.node_marks.all() == {}
 
 
 async def test_a_dead_node_takes_no_new_mark(api: ApiService) -> None:
@@ -177,9 +177,9 @@ async def test_a_word_is_acknowledged_without_storage_and_told_later(
     assert (await node(api, "node-1")).state == "CORDONED"
     blocked.unlink()
     kept.rename(blocked)
-    api.context.storage_gate.forget()  # what it was told a moment ago
+    api.storage_gate.forget()  # what it was told a moment ago
     marks = NodeMarkStore(api.database, api.clock)
-    assert MarksFile(api.storage, marks, api.context.storage_gate.require).publish()
+    assert MarksFile(api.storage, marks, api.storage_gate.require).publish()
     assert set(read_node_marks(api.storage)) == {"node-1"}
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from service.annexes.ray_dashboard import relay as ray_dashboard
-from service.annexes.ray_dashboard.relay import RayDashboard, access_to, is_log_tail
+from service.annexes.ray_dashboard.relay import RayDashboard, access_to
+from service.api.answers import ServiceLinks
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.model.rows import AuditRow
 from tests.support.api_service import ApiService
@@ -29,6 +28,7 @@ SAME_SITE = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}
 NOT_PASSED_ON = {
     "api/job_agent/jobs/ID/logs": "of the agents",
     "api/job_agent/jobs/ID/logs/tail": "of the agents",
+    "api/jobs/ID/logs/tail": "a WebSocket, which no page opens",
     "api/packages/ID/ID": "reads whether a package of another job is there; no page asks",
     "api/component_activities": "calls a hook of the cluster's operator",
     "api/prometheus/sd": "addresses for Prometheus",
@@ -60,8 +60,8 @@ async def api(tmp_path: Path, ray: TellingDashboard) -> AsyncIterator[ApiService
         RayDashboard(endpoint) as dashboard,
         RayJobs(endpoint) as jobs,
     ):
-        service.context.add_part(dashboard)
-        service.context.ray = jobs
+        service.parts.add(dashboard)
+        service.parts.add(jobs)
         yield service
 
 
@@ -92,7 +92,7 @@ async def test_every_route_of_ray_has_its_place(api: ApiService, ray: TellingDas
     reads = {path for method, path in routes if method == "GET"}
     media = {path for path in reads if path == "api/v0/logs/ID"}  # ID is file or stream
     assert media and access_to("api/v0/logs/file") is access_to("api/v0/logs/stream")
-    known = {path for path in reads if access_to(path) or is_log_tail(path)}
+    known = {path for path in reads if access_to(path)}
     assert reads - known - media == NOT_PASSED_ON.keys(), "say whether viewers may ask for these"
     admin = await browser_of(api, "admin")
     for method, path in sorted(routes):
@@ -134,8 +134,6 @@ async def test_only_people_who_see_all_projects_get_in(
     there = await nobody.get("/ray/", headers={"Accept": "text/html"})
     assert (there.status_code, there.headers["location"]) == (303, "/login?next=%2Fray%2F")
     assert (await nobody.get("/ray/nodes")).status_code == 401
-    with pytest.raises(InvalidStatus):
-        await tail(api, None)
     by_token = await api.client(api.token("admin"))
     assert (await by_token.get("/ray/nodes")).status_code == 401  # pages take no bearer token
     for role in ("viewer", "submitter", "admin"):
@@ -144,8 +142,6 @@ async def test_only_people_who_see_all_projects_get_in(
         assert refused.status_code == 403 and "runs of all projects" in refused.text
         assert (await http.get("/ray/api/jobs/")).status_code == 403
         assert (await http.get("/ray-jobs/raysubmit_1")).status_code == 403
-        with pytest.raises(InvalidStatus):
-            await tail(api, http)
     assert ray.asked == []
     viewer = await browser_of(api, "viewer")
     assert (await viewer.get("/ray/nodes?view=summary")).status_code == 200
@@ -156,7 +152,7 @@ async def test_the_link_is_shown_to_those_who_may_follow_it(api: ApiService) -> 
     run_id, _ = await api.running(project="vision")
     link = f'href="/ray/#/jobs/{run_id}-s001"'
     assert link in (await (await browser_of(api, "viewer")).get(f"/runs/{run_id}")).text
-    api.context.public_url = "https://everstep.example"
+    api.parts.add(ServiceLinks(api.cluster, "https://everstep.example", relays_ray=True))
     links = (await api.get(f"/v1/runs/{run_id}"))["links"]
     assert links["ray_dashboard"] == "https://everstep.example/ray"
     assert links["ray_job"] == f"https://everstep.example/ray/#/jobs/{run_id}-s001"
@@ -245,7 +241,7 @@ async def test_profiles_are_for_submitters_are_audited_and_come_from_this_site(
 
 
 async def audited(api: ApiService) -> list[AuditRow]:
-    return await api.context.database_call(api.context.audit.page, 10)
+    return await asyncio.to_thread(api.audit.page, 10)
 
 
 async def test_other_sites_may_link_to_data_and_not_load_it(
@@ -333,66 +329,3 @@ async def test_ray_that_is_away_slow_or_strange_is_a_clear_page(
         page = await viewer.get(path)
         assert page.status_code == 503 and page.headers["retry-after"] == "2"
         assert "does not answer" in page.text and "Runs continue" in page.text
-    api.context._parts.clear()
-    assert (await viewer.get("/ray/")).status_code == 503
-
-
-# ---------------------------------------------------------------- the WebSocket
-
-
-async def tail(
-    api: ApiService,
-    http: httpx.AsyncClient | None,
-    path: str = "api/jobs/x-s001/logs/tail",
-    origin: str | None = None,
-) -> ClientConnection:
-    cookies = "; ".join(f"{name}={value}" for name, value in http.cookies.items()) if http else ""
-    return await connect(
-        f"ws{api.url.removeprefix('http')}/ray/{path}",
-        additional_headers={"Cookie": cookies, "Origin": origin or api.url},
-        proxy=None,
-    )
-
-
-async def test_a_log_is_followed_until_the_log_in_ends(
-    api: ApiService, ray: TellingDashboard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_dashboard, "HEARTBEAT_S", 0.05)
-    viewer = await browser_of(api, "viewer")
-    async with await tail(api, viewer) as socket:
-        ray.messages.put_nowait("line 1")
-        assert await socket.recv() == "line 1"
-        assert ray.asked[-1][2]["authorization"] == "Bearer ray-token"
-        assert "cookie" not in ray.asked[-1][2] and "origin" not in ray.asked[-1][2]
-        secret = next(iter(viewer.cookies.values()))
-        await api.context.database_call(api.context.sessions.end, secret)
-        with pytest.raises(ConnectionClosed):
-            await asyncio.wait_for(socket.recv(), 30)
-
-
-async def test_a_log_is_left_when_the_browser_goes(api: ApiService, ray: TellingDashboard) -> None:
-    viewer = await browser_of(api, "viewer")
-    async with await tail(api, viewer) as socket:
-        ray.messages.put_nowait("line 1")
-        assert await socket.recv() == "line 1"
-        assert api.context.followers.num_open == 1
-    async with asyncio.timeout(30):
-        while api.context.followers.num_open:  # noqa: ASYNC110  nothing tells of it
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    ("path", "origin"),
-    [
-        ("api/jobs/x-s001/logs/tail", "https://elsewhere.example"),
-        ("api/jobs/x-s001/logs/tail", "null"),
-        ("api/jobs/../logs/tail", None),
-        ("nodes", None),
-    ],
-)
-async def test_no_other_websocket_is_opened(
-    api: ApiService, ray: TellingDashboard, path: str, origin: str | None
-) -> None:
-    with pytest.raises(InvalidStatus):
-        await tail(api, await browser_of(api, "admin"), path, origin)
-    assert ray.asked == []
