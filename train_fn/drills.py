@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from everstep.wire.drills import FLIPS, DrillKind
+from everstep.wire.drills import IN_RANK, DrillKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_control import DrillOrder
@@ -177,7 +177,7 @@ def plan(order: DrillOrder, history: History, head_node_ids: Collection[str]) ->
             f"attempt {order.attempt} has no rank {order.rank}; it has {len(history.workers)}, "
             "from 0"
         )
-    if order.kind in FLIPS and len(history.workers) < 2:
+    if order.kind in IN_RANK and len(history.workers) < 2:
         raise DrillRefused(
             f"{order.kind} needs at least two ranks: a rank alone has no other to compare with"
         )
@@ -272,7 +272,7 @@ class Drills:
                 faults.kill_node(drill.target.node_id)
             case DrillKind.DRAIN_NODE:
                 faults.drain_node(drill.target.node_id, DRAIN_DEADLINE_S)
-            # Bits are flipped by the rank itself, which learns of the event from the journal.
+            # The others are up to the rank itself, which learns of the event from the journal.
 
     def _corrupt(self, order: DrillOrder, ranks: Sequence[RankPlace], faults: Faults) -> None:
         """Damage the newest checkpoint and kill all ranks.

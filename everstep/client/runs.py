@@ -225,10 +225,9 @@ class RunHandle(RunHistory):
     def drill(self, kind: DrillKind | str, *, rank: int = 0, wait_s: float = 0.0) -> DrillHandle:
         """Inject a failure into this run, to check that it recovers.
 
-        ``kill_worker``, ``hang_worker``, ``kill_node`` and ``drain_node`` hit ``rank`` or its node;
-        ``kill_driver`` and ``corrupt_checkpoint`` hit the run. Needs an admin token, and a service
-        that was started with ``--drills``. A run that is QUEUED, STARTING or RECOVERING is first
-        waited for, at most ``wait_s`` seconds.
+        ``kill_driver`` and ``corrupt_checkpoint`` hit the run, the others ``rank`` or its node.
+        Needs an admin token, and a service that was started with ``--drills``. A run that is
+        QUEUED, STARTING or RECOVERING is first waited for, at most ``wait_s`` seconds.
 
         >>> run.drill("kill_worker", rank=1).wait().report.parity.in_parity   # doctest: +SKIP
         True

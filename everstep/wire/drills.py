@@ -35,9 +35,13 @@ class DrillKind(StrEnum):
     CORRUPT_WEIGHTS = "corrupt_weights"
     """Flip the lowest bit of one weight in the rank's memory: its peers must notice within 64
     steps."""
+    SLOW_RANK = "slow_rank"
+    """The rank waits in each step of its attempt, twice as long as its own work takes: it must be
+    found to be a straggler."""
 
 
-FLIPS = frozenset({DrillKind.CORRUPT_GRADIENT, DrillKind.CORRUPT_WEIGHTS})
+IN_RANK = frozenset({DrillKind.CORRUPT_GRADIENT, DrillKind.CORRUPT_WEIGHTS, DrillKind.SLOW_RANK})
+"""What the rank does to itself, and only its peers can notice."""
 """Drills that a rank carries out on its own memory."""
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from everstep.wire.drills import DrillKind
 from tests.integration.trainees import Regression
 from train_fn.checks import audit
-from train_fn.checks.audit import BitFlips
+from train_fn.checks.audit import RankFaults
 from train_fn.loop import build
 from train_fn.step.fingerprints import Computed, PassRecord
 
@@ -58,7 +58,7 @@ def faulty_rank() -> None:
     PassRecord.computed = computed  # type: ignore[method-assign]
 
 
-class OnlySums(BitFlips):
+class OnlySums(RankFaults):
     """Leaves every drill to what flips bits of sums."""
 
     def take(self, kind: DrillKind) -> bool:
@@ -68,16 +68,16 @@ class OnlySums(BitFlips):
 def flipped_sums() -> None:
     """A drill flips a bit of the summed gradient, also in a step that is audited."""
     moving()
-    init, flip = audit.StepAudit.__init__, BitFlips.flip
+    init, flip = audit.StepAudit.__init__, RankFaults.flip
 
-    def flipped(self: BitFlips, replica: Any, *, is_audited: bool) -> None:
+    def flipped(self: RankFaults, replica: Any, *, is_audited: bool) -> None:
         flip(self, replica, is_audited=False)
 
     def begun(self: audit.StepAudit, ctx: Any, *args: Any) -> None:
         init(self, ctx, *args)
         self._flips = OnlySums(ctx)
 
-    BitFlips.flip = flipped  # type: ignore[method-assign]
+    RankFaults.flip = flipped  # type: ignore[method-assign]
     audit.StepAudit.__init__ = begun  # type: ignore[method-assign,assignment]
 
 

@@ -3,13 +3,10 @@ cluster."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def service() -> Iterator[ServiceProcess]:
     """Three nodes of one CPU, which the tests mark and never kill."""
-    with ServiceProcess(nodes=3) as process:
+    with ServiceProcess(nodes=3, args=("--drills",)) as process:
         yield process
 
 
@@ -46,23 +43,13 @@ def nodes_of(run: RunHandle) -> list[str]:
     ]
 
 
-def hold_up(process: psutil.Process) -> None:
-    """Let a process run a fifth of the time, until it has gone."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while True:
-            process.suspend()
-            time.sleep(0.06)
-            process.resume()
-            time.sleep(0.015)
-
-
 @pytest.mark.chaos
 def test_the_ranks_of_a_slow_node_move_and_lose_no_step(client: Client) -> None:
     slow_task = digits("slow", epochs=4000) | {"recovery": {"stragglers": "move"}}
     run = client.runs.create(slow_task)
     wait_for_step(run, 25)
     slow = next(worker for worker in run.attempts()[-1].workers if worker.rank == 1)
-    threading.Thread(target=hold_up, args=(psutil.Process(slow.pid),), daemon=True).start()
+    run.drill("slow_rank", rank=1)
 
     def moves() -> list[Any]:
         return [each.data for each in run.events() if each.kind == "straggler_moved"]
@@ -75,7 +62,7 @@ def test_the_ranks_of_a_slow_node_move_and_lose_no_step(client: Client) -> None:
     assert slow.node_id not in nodes_of(run) and len(nodes_of(run)) == 2
     assert (run.refresh().steps_lost, run.failures()) == (0, [])
     run.cancel()
-    run.wait(timeout_s=60)
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
 
 
 @pytest.mark.chaos

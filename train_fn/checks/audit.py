@@ -1,12 +1,13 @@
 """Audits: in some steps every rank computes a micro-batch of another rank again, and the ranks
 compare digests before anyone takes the step. This finds a processor whose wrong results are
-alike on every rank. Below: drills that flip a bit.
+alike on every rank. Below: drills that a rank carries out itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,7 +65,7 @@ class StepAudit:
     """
 
     def __init__(
-        self, ctx: WorkerContext, passes: Passes, together: Together, flips: BitFlips
+        self, ctx: WorkerContext, passes: Passes, together: Together, flips: RankFaults
     ) -> None:
         self._passes, self._together, self._flips = passes, together, flips
         parts = passes.parts
@@ -272,10 +273,10 @@ def _require_repeatable(passes: Passes) -> None:
         )
 
 
-# ---------------------------------------------------------------- bit flip
+# ---------------------------------------------------------------- faults of the rank
 
-# Drills that flip one low bit in this rank's memory, as a faulty processor would: peers must
-# notice.
+# Drills that flip one low bit in this rank's memory, as a faulty processor would, or that slow it
+# down: peers must notice.
 
 logger = logging.getLogger(__name__)
 
@@ -283,12 +284,20 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a number, by bytes."""
 
 
-class BitFlips:
+class RankFaults:
     """Carry out each drill once, on the rank and in the attempt that it names."""
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
         self._done: str | None = None
+        self._pause_s = 0.0
+
+    def slow_down(self, own_s: float) -> None:
+        """Wait, from the step on in which a drill asks for it. ``own_s`` is what the rank's own
+        work took in the last step, in seconds."""
+        if self.take(DrillKind.SLOW_RANK):
+            self._pause_s = 2 * own_s or 0.02
+        time.sleep(self._pause_s)
 
     def flip(self, parts: Parts, *, is_audited: bool) -> None:
         """Flip the bit that the newest drill asks for. Call it between the exchange of a step and

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from everstep.wire.drills import FLIPS, DrillKind
+from everstep.wire.drills import IN_RANK, DrillKind
 from everstep.wire.events import EventKind
 from storage.errors import StorageError
 from storage.logs.journal import JournalEvent, journal_events
@@ -108,7 +108,7 @@ class JournalServer:
             )
         elif event.kind is EventKind.STACKS_ORDERED:
             self._stacks = StackOrder(event.data["id"], event.attempt)
-        elif event.kind is EventKind.DRILL_STARTED and event.data["kind"] in FLIPS:
+        elif event.kind is EventKind.DRILL_STARTED and event.data["kind"] in IN_RANK:
             kind = DrillKind(event.data["kind"])
             self._flip = DrillOrder(event.data["id"], kind, event.data["rank"], event.attempt)
 

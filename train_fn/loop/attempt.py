@@ -126,6 +126,8 @@ def run_passes(training: Training) -> StepTotals:
     step, moving = training.replica.state.step, passes.moving
     plan = training.plans.of(step)
     exchange.begin(plan)
+    if training.ctx.flip_ordered() is not None:
+        training.flips.slow_down(training.progress.own_s)
     share = exchange.passes(plan.share)
     moving.begin(plan.num_samples, len(share))
     if training.progress.rescue is not None:

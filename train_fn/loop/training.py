@@ -10,7 +10,7 @@ from typing import Protocol
 from everstep.wire.events import BEGINNINGS
 from train_fn.checkpoints.fork import adopt
 from train_fn.checkpoints.safetensors_file import require_safetensors
-from train_fn.checks.audit import BitFlips, StepAudit
+from train_fn.checks.audit import RankFaults, StepAudit
 from train_fn.checks.fits import require_best_metric
 from train_fn.checks.ranks import check_data, check_model, check_numerics
 from train_fn.checks.trained import LearningRates
@@ -78,7 +78,7 @@ class Training:
     stragglers: StragglerWatch | None
     """On rank 0 of several ranks only."""
     profiler: StepProfiler
-    flips: BitFlips
+    flips: RankFaults
     audit: StepAudit | None
     """None if no step is audited."""
     exchange: StepExchange
@@ -157,7 +157,7 @@ def _build(session: Session, progress: RankProgress, replica: Replica) -> Traini
     ctx, parts, passes = session.ctx, replica.parts, replica.passes
     state, sampler = parts.state, parts.sampler
     speed = speed_of(ctx, parts.task, parts.flops_per_sample)
-    flips = BitFlips(ctx)
+    flips = RankFaults(ctx)
     rates = LearningRates(state.optimizer, optimizer_source(parts.task), state.scheduler)
     clock = StepClock(parts.trained.with_gradient, ctx.device)
     training = Training(
@@ -199,7 +199,7 @@ def exchange_of(session: Session, replica: Replica, rates: LearningRates) -> Ste
     return StepExchange(passes, fingerprints)
 
 
-def audit_of(ctx: WorkerContext, replica: Replica, flips: BitFlips) -> StepAudit | None:
+def audit_of(ctx: WorkerContext, replica: Replica, flips: RankFaults) -> StepAudit | None:
     """Return what audits the steps of this attempt, after a rehearsal; None if nothing does. A
     collective."""
     if not ctx.spec.train.audit_fraction:
