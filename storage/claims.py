@@ -1,5 +1,5 @@
 """Ownership of a run: each submission and attempt claims it with a file, and marks older claims as
-succeeded.
+superseded.
 
 An attempt does both before it looks for a state to resume from. So if an attempt reads its own
 claim and it is not marked, that attempt was still the newest at that time, whatever messages it
@@ -39,18 +39,18 @@ def claim_submission(run_dir: RunDir, submission: int) -> None:
         )
 
 
-def succeed_submission(run_dir: RunDir, submission: int) -> None:
-    """Mark older submissions as succeeded by this one: their remaining processes no longer commit
+def supersede_submission(run_dir: RunDir, submission: int) -> None:
+    """Mark older submissions as superseded by this one: their remaining processes no longer commit
     or delete anything."""
     for older in range(submission - 1, max(0, submission - 1 - _GAP), -1):
-        if _is_succeeded(run_dir, (older, 0), submission):
+        if _supersede(run_dir, (older, 0), submission):
             return
 
 
 def claim_attempt(run_dir: RunDir, origin: Origin) -> None:
-    """Claim an attempt for this process, and mark older attempts of its submission as succeeded.
+    """Claim an attempt for this process, and mark older attempts of its submission as superseded.
 
-    Raises AlreadyClaimed if a newer attempt has succeeded it, or another process has claimed it.
+    Raises AlreadyClaimed if a newer attempt has superseded it, or another process has claimed it.
     """
     submission, attempt = origin
     if not run_dir.files.create_new(run_dir.claim_path(origin), _claim()):
@@ -65,7 +65,7 @@ def claim_attempt(run_dir: RunDir, origin: Origin) -> None:
             "has taken over"
         )
     for older in range(attempt - 1, max(0, attempt - 1 - _GAP), -1):
-        if _is_succeeded(run_dir, (submission, older), attempt):
+        if _supersede(run_dir, (submission, older), attempt):
             return
 
 
@@ -101,8 +101,8 @@ def _claim() -> bytes:
     ).encode()
 
 
-def _is_succeeded(run_dir: RunDir, claim: Origin, by: int) -> bool:
-    """Return whether a claim was already marked, and mark it. A missing claim is created, so that
+def _supersede(run_dir: RunDir, claim: Origin, by: int) -> bool:
+    """Mark a claim, and return whether it was marked already. A missing claim is created, so that
     nobody can claim it later."""
     found = _read(run_dir, claim)
     if "successor" in found:

@@ -414,16 +414,16 @@ def _die_at(job: Job, rank: int, journal: ListJournal) -> None:
         if job.dies(rank, journal.steps_done() if step is None else step, place):
             journal.die()
 
-    pass_gate, keep, evaluate = Session.pass_gate, Session.keep, epoch_end.evaluate
+    report_safe_steps, keep, evaluate = Session.report_safe_steps, Session.keep, epoch_end.evaluate
     forward, update = Passes.forward, commit._update_weights
 
     def forward_or_die(passes: Passes, batch: Any) -> Any:
         at("forward")
         return forward(passes, batch)
 
-    def pass_gate_or_die(session: Session) -> None:
+    def report_or_die(session: Session) -> None:
         at("gate")
-        pass_gate(session)
+        report_safe_steps(session)
 
     def update_or_die(parts: Parts) -> bool:
         at("update")
@@ -440,7 +440,7 @@ def _die_at(job: Job, rank: int, journal: ListJournal) -> None:
         return evaluate(*arguments)
 
     Passes.forward = forward_or_die  # type: ignore[method-assign]
-    Session.pass_gate = pass_gate_or_die  # type: ignore[method-assign]
+    Session.report_safe_steps = report_or_die  # type: ignore[method-assign]
     Session.keep = keep_or_die  # type: ignore[method-assign]
     epoch_end.evaluate = evaluate_or_die
     commit._update_weights = update_or_die

@@ -116,7 +116,7 @@ class Rank:
         self.session.keeper.begin()
 
     def change(self) -> None:
-        self.session.pass_gate()
+        self.session.report_safe_steps()
         self.session.change()
         self.state.weight += 1
 
@@ -128,11 +128,11 @@ class Rank:
         self.session.keep(is_due=saves)
 
     def gate(self) -> None:
-        self.session.pass_gate()
+        self.session.report_safe_steps()
         self.session.reporter.hand_over()
 
     def finish(self, stop: Stop | None = None) -> Exception | None:
-        self.session.pass_gate()
+        self.session.report_safe_steps()
         try:
             self.session.finish(stop)
         except CheckpointFailed as exc:

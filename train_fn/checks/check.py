@@ -25,7 +25,7 @@ class Moment(StrEnum):
     RESTORED = "before training: the ranks meet, and a state is restored"
     FIRST_PASS = "before training: a first batch is tried, and its results are dropped"
     TRIED = "before training: a validation batch is tried"
-    LOSS = "in a step: code of the task, or of the loop, computes gradients"
+    LOSS = "in a step: training_step of the task, or a loop of one's own, computes gradients"
     STEP = "in a step: it is about to be committed, or was just committed"
     AFTER_STEP = "in a step: after_step of the task runs"
     EVALUATED = "between two steps: the model is evaluated"

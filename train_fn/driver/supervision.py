@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from everstep.spec.run_spec import RunSpec
-from storage.claims import claim_submission, succeed_submission
+from storage.claims import claim_submission, supersede_submission
 from storage.run_control import DRIVER_PROBE
 from storage.run_dir import RunDir
 from train_fn.driver.fit_loop import ControlWatch, fit_until_decided, require_newest
@@ -80,7 +80,7 @@ class Driver:
         os.environ.update(ray_train_env(self._settings))
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         self._end_older_submissions(spec)
-        succeed_submission(self._run_dir, self._submission)
+        supersede_submission(self._run_dir, self._submission)
         history = read_history(self._run_dir)
         stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
         actor, client = open_journal(self._run_dir, self._submission, history)

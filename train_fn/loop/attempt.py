@@ -86,7 +86,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     totals = run_passes(training)  # a collective: it returns on every rank or on none
     require_whole(training, totals)  # the gate: every rank passes it, or none
     replica.together.require(totals)
-    session.pass_gate()  # a collective if states are kept in pieces
+    session.report_safe_steps()  # a collective if states are kept in pieces
     if training.audit is not None:
         training.audit.check()
     values = commit(training, totals)  # no collective: what one rank does here, all do
@@ -333,7 +333,7 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     training.profiler.close()
-    training.session.pass_gate()
+    training.session.report_safe_steps()
     training.session.finish(
         stop,
         is_best=is_best,

@@ -329,7 +329,7 @@ class Protected:
         training.peers.require_whole()
         if not self.ends_with_commit:  # an adapter's trainer does it again, after a restart too
             training.boundary.require_unchanged()
-        training.pass_gate()
+        training.report_safe_steps()
         self._is_settled = True
 
     def step(self, **metrics: Any) -> None:
@@ -448,7 +448,7 @@ class Protected:
         assert self._home is not None
         commits = training.commits
         commits.read()
-        training.pass_gate()
+        training.report_safe_steps()
         # A rank that leaves its loop before its peers must not meet them in a collective below.
         commits.end()
         commits.read()

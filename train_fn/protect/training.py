@@ -90,11 +90,11 @@ class LoopTraining:
             if self.commits.updates.num > 1:
                 self.order.source = None
 
-    def pass_gate(self) -> None:
+    def report_safe_steps(self) -> None:
         """Meet the other ranks of a sharded model, before the optimizer steps or the loop ends.
         Raises BadTask if they do not gather and sum the same."""
         own = 0 if self.order is None else self.order.take()
-        of_ranks = self.session.pass_gate(own)
+        of_ranks = self.session.report_safe_steps(own)
         require_same_order(of_ranks, "the loop", f"since step {self.state.step}")
 
 

@@ -211,8 +211,8 @@ class Session:
         if is_due or is_best:
             self.keeper.save()
 
-    def pass_gate(self, said: int = 0) -> list[int]:
-        """Let the newest step be reported, once no single death takes it any more. Return what each
+    def report_safe_steps(self, said: int = 0) -> list[int]:
+        """Let steps be reported that no single death takes any more. Return what each
         rank said. A collective if the keeper has a gate. Raises PeersGone."""
         of_ranks = self.keeper.gate(said) if self.keeper.has_gate else [said]
         self.reporter.report_up_to(self.keeper.committed)

@@ -19,7 +19,7 @@ from everstep.code import OWN_PACKAGES
 from everstep.errors import UsageError
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.claims import claim_submission, newest_attempt, succeed_submission
+from storage.claims import claim_submission, newest_attempt, supersede_submission
 from storage.errors import AlreadyClaimed, StorageNotFound
 from storage.logs.journal import journal_events
 from storage.run_dir import RunDir
@@ -255,7 +255,7 @@ def _claim_next(run_dir: RunDir, newest: int) -> int:
         except AlreadyClaimed:
             number += 1
         else:
-            succeed_submission(run_dir, number)
+            supersede_submission(run_dir, number)
             return number
 
 

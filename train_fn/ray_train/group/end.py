@@ -1,5 +1,6 @@
 """The end of a group of ranks: release the survivors, keep their processes and states, and
-report on each rank. Here it is decided that a rank is dead (``lost``, ``gone``), and nowhere else.
+report on each rank. Here it is decided that a rank is dead, and nowhere else: ``with_error`` and
+``GroupShutdown`` weigh the evidence, ``lost`` and ``gone`` write it down.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from storage.claims import (
     claim_attempt,
     claim_submission,
     newest_attempt,
-    succeed_submission,
     successor,
+    supersede_submission,
 )
 from storage.errors import AlreadyClaimed
 from storage.run_dir import Origin, RunDir
@@ -64,13 +64,13 @@ def test_an_attempt_hears_of_its_successors_from_the_storage_alone(
     assert successor(run_dir, (1, 3)) is None
     claim_submission(run_dir, 2)
     assert successor(run_dir, (1, 3)) is None, "its ranks may still save and leave"
-    succeed_submission(run_dir, 2)
+    supersede_submission(run_dir, 2)
     assert (
         successor(run_dir, (1, 3)) == "submission 2 of run run_a has taken over from submission 1"
     )
 
 
-def test_what_a_process_claims_again_is_its_own_until_it_is_succeeded(
+def test_what_a_process_claims_again_is_its_own_until_it_is_superseded(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
@@ -111,7 +111,7 @@ class Pause:
         return counted
 
 
-def test_whoever_is_held_up_in_its_claim_of_two_attempts_the_older_one_is_succeeded() -> None:
+def test_whoever_is_held_up_in_its_claim_of_two_attempts_the_older_one_is_superseded() -> None:
     """One is held up before each single call, while the other one claims; then both ask."""
     for held_up, other in (((1, 1), (1, 2)), ((1, 2), (1, 1))):
         number, is_over = 0, False
