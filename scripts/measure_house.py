@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_506,
+    "everstep": 15_509,
     "storage": 5_710,
     "service": 27_046,
-    "train_fn": 49_037,
-    "tests": 88_115,
+    "train_fn": 49_040,
+    "tests": 88_103,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -146,9 +146,7 @@ def beside_ranks(num_ranks: int) -> Row:
     gpus = num_ranks - PER_NODE
     return {
         "judge": timed(lambda: judge(evidence)),
-        "decide": timed(
-            lambda: decide(judgement, (), RecoverySpec(), no_progress_limit=5, backoff_max_s=60)
-        ),
+        "decide": timed(lambda: decide(judgement, (), RecoverySpec(), backoff_max_s=60)),
         "who hangs": timed(lambda: find_stuck(stacks)),
         "choose nodes": timed(
             lambda: choose_nodes(views, held, {"GPU": 1}, num_workers=gpus, strategy="PACK")
@@ -237,7 +235,7 @@ async def service(num_ranks: int, directory: Path) -> Row:
 
 def failure_data(evidence: Evidence) -> dict[str, Any]:
     judgement = judge(evidence)
-    decision = decide(judgement, (), RecoverySpec(), no_progress_limit=5, backoff_max_s=60)
+    decision = decide(judgement, (), RecoverySpec(), backoff_max_s=60)
     failure = failure_of(
         evidence, judgement, decision, detect_s=0.1, world_size=len(evidence.ranks)
     )

@@ -355,9 +355,8 @@ class RecoverySpec(Frozen):
     max_user_errors: NonNegativeInt = 1
     """Restarts after an exception in user code. The same error at the same step twice ends the run
     at once."""
-    max_system_failures: NonNegativeInt = 100
-    """Restarts after lost workers, nodes and the like. Progress restores the budget; 20 in a row
-    without a new step end the run in any case."""
+    max_system_failures: NonNegativeInt = 20
+    """Restarts after lost workers, nodes and the like. Progress restores the budget."""
     hang_timeout_s: Seconds | None = None
     """Seconds without a step after which a rank counts as hung; null learns it: max(60 s, 10 x p99
     of the rank's step time)."""

@@ -123,7 +123,6 @@ def weigh_loss(
         judgement,
         history.failures,
         spec.recovery,
-        no_progress_limit=settings.no_progress_limit,
         backoff_max_s=settings.backoff_max_s,
         checkpoint=spec.checkpoint,
     )

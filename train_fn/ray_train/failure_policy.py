@@ -100,7 +100,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         except Exception:
             logger.exception("the failure could not be judged; restarting from what survives")
             self._num_unjudged += 1
-            is_last = self._num_unjudged >= self._settings.no_progress_limit
+            is_last = self._num_unjudged > self._spec.recovery.max_system_failures
             return FailureDecision.RAISE if is_last else FailureDecision.RETRY
 
     def note_preemption(self, group: EverstepWorkerGroup, asked_at: float) -> None:
@@ -149,7 +149,6 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             judgement,
             self._attempt_log.failures,
             self._spec.recovery,
-            no_progress_limit=self._settings.no_progress_limit,
             backoff_max_s=self._settings.backoff_max_s,
             checkpoint=self._spec.checkpoint,
             dispensable=self._sizes.dispensable,

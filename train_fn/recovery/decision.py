@@ -55,7 +55,6 @@ def decide(
     past: Sequence[PastFailure],
     spec: RecoverySpec,
     *,
-    no_progress_limit: int,
     backoff_max_s: float,
     checkpoint: CheckpointSpec | None = None,
     dispensable: Callable[[], Collection[str]] = tuple,
@@ -66,7 +65,6 @@ def decide(
         judgement: The newest failure.
         past: Earlier failures of the run, oldest first.
         spec: The run's budgets.
-        no_progress_limit: Fail the run after so many system failures without a new step.
         backoff_max_s: Longest pause before a restart, in seconds.
         checkpoint: Says whether storage failures pause the run, and after how many. None: never.
         dispensable: Returns the nodes without which the run would still have enough room. Called
@@ -94,7 +92,7 @@ def decide(
     backoff_s = backoff(in_a_row, backoff_max_s)
     if verdict is Verdict.STORAGE:
         return _after_storage_failure(judgement, in_a_row, backoff_s, checkpoint)
-    if end := budget_is_spent(judgement, in_a_row, spec, no_progress_limit):
+    if end := budget_is_spent(judgement, in_a_row, spec):
         return _stop(judgement, end)
     action = _restart(verdict, backoff_s, moved)
     if (times := deaths_of_all(judgement, past)) > 1:
@@ -363,20 +361,17 @@ def nodes_cannot_meet(judgement: Judgement, past: Sequence[PastFailure]) -> RunE
     )
 
 
-def budget_is_spent(
-    judgement: Judgement, in_a_row: int, spec: RecoverySpec, no_progress_limit: int
-) -> RunEnd | None:
+def budget_is_spent(judgement: Judgement, in_a_row: int, spec: RecoverySpec) -> RunEnd | None:
     """End a run with too many failures in a row that are not its code's."""
-    if budget_of(judgement.verdict) != SYSTEM:
-        no_progress_limit = OUTSIDE_LIMIT
-    elif in_a_row > spec.max_system_failures:
+    is_system = budget_of(judgement.verdict) == SYSTEM
+    if is_system and in_a_row > spec.max_system_failures:
         return RunEnd(
             ReasonCode.SYSTEM_FAILURES_EXHAUSTED,
             f"{in_a_row} system failures in a row without progress exceed "
             "recovery.max_system_failures "
             f"{spec.max_system_failures}; the last was {_last(judgement)}",
         )
-    if in_a_row >= no_progress_limit:
+    if not is_system and in_a_row >= OUTSIDE_LIMIT:
         return RunEnd(
             ReasonCode.NO_PROGRESS,
             f"{in_a_row} attempts in a row failed before one new step; the last failure was "

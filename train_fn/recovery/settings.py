@@ -83,8 +83,6 @@ class RecoverySettings:
     yield_timeout_s: float = 60.0
     """Longest wait for ranks to save and leave before a planned resize. After that the resize is
     abandoned."""
-    no_progress_limit: int = 20
-    """System failures in a row without a new step after which the run fails."""
     backoff_max_s: float = 30.0
     """Longest pause between attempts that make no progress."""
     autoscaler_requests: bool = True

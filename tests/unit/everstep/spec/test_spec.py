@@ -71,7 +71,7 @@ CONTRACT: dict[str, Any] = {
     },
     "recovery": {
         "max_user_errors": 1,
-        "max_system_failures": 100,
+        "max_system_failures": 20,
         "hang_timeout_s": None,
         "in_process": True,
         "stragglers": "report",

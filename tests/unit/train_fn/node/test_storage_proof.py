@@ -151,6 +151,6 @@ def test_the_run_ends_at_once_and_says_why(tmp_path: Path) -> None:
     judgement = judge(Evidence(1, 100.0, (report,)))
     assert judgement.verdict is Verdict.STORAGE
     spec = make_context(tmp_path).spec.recovery
-    decision = decide(judgement, [], spec, no_progress_limit=20, backoff_max_s=30)
+    decision = decide(judgement, [], spec, backoff_max_s=30)
     assert not decision.restart and decision.reason is ReasonCode.STORAGE_UNAVAILABLE
     assert decision.message is not None and "Mount one shared filesystem" in decision.message

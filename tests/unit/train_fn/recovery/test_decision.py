@@ -30,7 +30,6 @@ def weighed(
         judgement,
         past,
         RecoverySpec(**spec),
-        no_progress_limit=20,
         backoff_max_s=30.0,
         dispensable=lambda: dispensable,
     )
@@ -89,7 +88,7 @@ def test_a_script_that_reports_nothing_makes_progress_by_running_for_long() -> N
         return replace(lost_judgement(None), detail={"worked_s": worked_s})
 
     short = [PastFailure(Verdict.NODE_LOST, None, worked_s=2.0)] * 40
-    assert weighed(lost(2.0), short).reason is ReasonCode.NO_PROGRESS
+    assert weighed(lost(2.0), short).reason is ReasonCode.SYSTEM_FAILURES_EXHAUSTED
     assert weighed(lost(301.0), short).restart
     after_long = [*short, PastFailure(Verdict.NODE_LOST, None, worked_s=301.0)]
     assert weighed(lost(2.0), after_long).restart
@@ -107,13 +106,14 @@ def test_a_script_that_reports_nothing_makes_progress_by_running_for_long() -> N
 def test_failures_without_progress_back_off_and_then_stop() -> None:
     pauses = []
     past: list[PastFailure] = []
-    for _ in range(19):
+    for _ in range(20):
         decision = weighed(lost_judgement(5), past)
         assert decision.restart
         pauses.append(decision.backoff_s)
         past.append(PastFailure(Verdict.NODE_LOST, 5))
     assert pauses == sorted(pauses) and (pauses[1], max(pauses)) == (0.0, 30.0)
-    assert weighed(lost_judgement(None), past).reason is ReasonCode.NO_PROGRESS
+    assert weighed(lost_judgement(None), past).reason is ReasonCode.SYSTEM_FAILURES_EXHAUSTED
+    assert weighed(lost_judgement(None), past, max_system_failures=30).restart
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -152,7 +152,7 @@ def test_each_verdict_has_its_limit(verdict: Verdict) -> None:
     if verdict is Verdict.USER_ERROR:
         assert len(past) == 1, "the same error twice"
     else:
-        assert len(past) + 1 == (1000 if verdict in outside else 20)
+        assert len(past) + 1 == (1000 if verdict in outside else 21)
         assert weighed(replace(failed, step=6), past).restart, "it has moved on"
     assert weighed(failed, past).pause is (verdict is Verdict.STORAGE)
 
@@ -172,7 +172,6 @@ def test_trouble_of_the_storage_pauses_a_run_that_chose_so() -> None:
             storage_judgement(),
             past,
             RecoverySpec(),
-            no_progress_limit=20,
             backoff_max_s=30.0,
             checkpoint=spec,
         )

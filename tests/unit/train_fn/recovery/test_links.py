@@ -57,7 +57,6 @@ def weighed(
         judgement,
         past,
         RecoverySpec(),
-        no_progress_limit=20,
         backoff_max_s=30.0,
         dispensable=lambda: dispensable,
     )
