@@ -17,13 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSES = ("everstep", "storage", "service", "train_fn")
 
-MAX_FILES = 423
+MAX_FILES = 424
 MAX_LINES = {
-    "everstep": 15_513,
+    "everstep": 15_564,
     "storage": 5_713,
-    "service": 27_261,
-    "train_fn": 49_048,
-    "tests": 91_637,
+    "service": 27_271,
+    "train_fn": 49_372,
+    "tests": 91_988,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

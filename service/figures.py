@@ -105,6 +105,12 @@ class RunFigures:
             ("project",),
             registry=registry,
         )
+        self.share_plans = Counter(
+            "everstep_share_plans",
+            "Changes of shares that follow the ranks' speed.",
+            ("project",),
+            registry=registry,
+        )
         self.event_lag_s = Histogram(
             "everstep_event_lag_seconds",
             "Seconds from an event on the cluster to its place in the database.",
@@ -140,7 +146,8 @@ class RunFigures:
         if project in self._projects:
             return
         self._projects.add(project)
-        for counter in (self.steps_lost, self.steps, self.checkpoint_bytes, self.stragglers):
+        counters = self.steps_lost, self.steps, self.checkpoint_bytes, self.stragglers
+        for counter in (*counters, self.share_plans):
             counter.labels(project)
         for histogram in (self.queue_s, self.detection_s, self.stall_s, self.write_s):
             histogram.labels(project)
@@ -171,6 +178,8 @@ class RunFigures:
                 self.checkpoints.labels(project, "failed").inc()
             case EventKind.STRAGGLER if data.get("slow"):
                 self.stragglers.labels(project).inc()
+            case EventKind.SHARES_PLANNED:
+                self.share_plans.labels(project).inc()
             case EventKind.FINISHED:
                 self._last_verdict.pop(run.id, None)
 

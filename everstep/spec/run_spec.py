@@ -266,6 +266,32 @@ class RunSpec(Frozen):
             )
         return value
 
+    @field_validator("scaling")
+    @classmethod
+    def _speed_changes_no_bit(cls, value: ScalingSpec, info: ValidationInfo) -> ScalingSpec:
+        """Refuse shares that follow the ranks' speed where they would change results, or nobody
+        divides by them."""
+        train: TrainSpec | None = info.data.get("train")
+        code: CodeSpec | None = info.data.get("code")
+        if value.shares == "equal" or train is None:
+            return value
+        if code is not None and code.task is None:
+            raise PydanticCustomError(
+                "shares_without_task",
+                "shares is {shares}, which needs a task: your own loop divides its batches itself. "
+                "Set scaling.shares to equal",
+                {"shares": value.shares},
+            )
+        if train.exactness != "elastic":
+            raise PydanticCustomError(
+                "shares_not_elastic",
+                "shares is {shares}, and train.exactness is {exactness}: gradients would be added "
+                "in an order that depends on measured times, so that no run could be repeated. Set "
+                "train.exactness to elastic, or scaling.shares to equal",
+                {"shares": value.shares, "exactness": train.exactness},
+            )
+        return value
+
     @property
     def most_workers(self) -> int:
         """Return the most ranks that the run may have. Of a task no more than a global batch has

@@ -101,6 +101,8 @@ def _line(item: Event) -> str | None:
             )
         case EventKind.FELL_BACK:
             return f"goes on in fresh processes: {data.get('reason')}"
+        case EventKind.SHARES_PLANNED:
+            return _shares(data)
         case EventKind.STRAGGLER if data.get("slow"):
             return (
                 f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} slows the others "
@@ -153,6 +155,19 @@ def _line(item: Event) -> str | None:
             return None
 
 
+def _shares(data: Mapping[str, Any]) -> str:
+    counts, seconds = data["micro_batches"], data["micro_batch_s"]
+    slowest_first = sorted(range(len(counts)), key=seconds.__getitem__, reverse=True)
+    shown = slowest_first[:RANKS_SHOWN]
+    takes = [f"rank {rank} takes {counts[rank]}" for rank in shown]
+    takes[0] += f" of {sum(counts)} micro-batches"
+    more = (
+        f" and {len(counts) - len(shown)} faster ranks the rest" if shown != slowest_first else ""
+    )
+    speeds = ", ".join(f"{1 / max(seconds[rank], 1e-9):.3g}" for rank in shown)
+    return f"{', '.join(takes)}{more}: measured speeds {speeds} micro-batches/s"
+
+
 def _slowness(data: Mapping[str, Any]) -> str:
     own_ms, peers_ms = (float(data.get(name) or 0) * 1000 for name in ("own_s", "peers_s"))
     return f"it works {own_ms:.0f} ms in a step, a peer {peers_ms:.0f} ms for the same share"
@@ -166,8 +181,12 @@ def standing_still(report: StackReport) -> str:
 
 
 def stragglers(report: StragglerReport) -> list[str]:
-    """Return the ranks that slow the others down now, one line each."""
-    return [
+    """Return the ranks that slow the others down now, one line each, and shares by speed."""
+    counts = [each.micro_batches for each in report.ranks]
+    seconds = [each.own_s / max(1, each.micro_batches) for each in report.ranks]
+    is_uneven = bool(counts) and max(counts) > min(counts) + 1
+    shares = [_shares({"micro_batches": counts, "micro_batch_s": seconds})] if is_uneven else []
+    return shares + [
         f"rank {each.rank} on node {each.node_id[:8]} slows the others down since "
         f"{each.at.astimezone():%H:%M:%S}: {_slowness(each.model_dump())}"
         for each in report.stragglers

@@ -86,6 +86,9 @@ class EventKind(StrEnum):
     STRAGGLER = "straggler"
     """A rank has slowed its peers down for a while, or no longer does. data: rank, node_id, step,
     slow, own_s, peers_s, skew."""
+    SHARES_PLANNED = "shares_planned"
+    """With ``scaling.shares: by_speed``: how the ranks divide a full global batch from here on.
+    data: step, micro_batches [of each rank], micro_batch_s [seconds that one took each rank]."""
     GPU_USE = "gpu_use"
     """A rank's recent GPU use. data: rank, node_id, name, busy (0 to 1: share of the time in which
     kernels ran) | null, used_bytes, total_bytes (of the whole GPU), allocated_bytes (peak of the

@@ -19,7 +19,13 @@ from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, 
 from train_fn.loop.departure import Rescue, leave
 from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
 from train_fn.loop.replica import Replica
-from train_fn.loop.training import RankProgress, Training, prepare
+from train_fn.loop.training import (
+    RankProgress,
+    Training,
+    follow_speeds,
+    prepare,
+    report_shares,
+)
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.samples.ledger import Count, difference
 from train_fn.samples.sampler import MicroBatch
@@ -104,13 +110,15 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     step_s = session.reporter.step_done(
         values, facts.num_samples, state.chain.newest, waited_s, num_tokens
     )
-    if training.stragglers is not None and replica.sampler.is_full(state.step - 1):
+    if training.stragglers is not None and replica.sampler.is_full(state.step - 2):
         training.stragglers.note(state.step - 1, totals.own_s, step_s)
     if facts.checkpoint_step > progress.reported_checkpoint:
         report_checkpoint(training, facts.checkpoint_step)
     stop = facts.stop if state.step < replica.last_step else None
     is_best = stop is None and close_boundary(training)
     session.keep(is_due=facts.save, is_best=is_best)
+    if stop is None and state.step < replica.last_step:
+        follow_speeds(training, totals.own_s, ends_epoch=state.k == 0)
     return is_best, stop
 
 
@@ -227,6 +235,7 @@ def begin(training: Training) -> bool:
     elif renew_best(ctx, replica):
         session.save(is_due=False, is_best=True)
     session.begin(_facts(training))
+    report_shares(training)
     is_best = close_boundary(training, is_new=False)
     if (is_best or is_unsaved_fork) and replica.state.step < replica.last_step:
         session.save(is_due=is_unsaved_fork, is_best=True)

@@ -307,7 +307,8 @@ def batches_by_index(ctx: WorkerContext, replica: Replica, most: int | None = No
     if spec.train.batch_by == "tokens" and ctx.most_samples is not None:
         num_samples = len(lengths_of(replica.val_set, "val", ctx.most_samples))
     count, peers = -(-num_samples // size), replica.peers
-    numbers: list[int | None] = [*share_of(count, peers.rank, peers.world_size)[:most]]
+    part = replica.sampler.part(count, peers.rank, peers.world_size)
+    numbers: list[int | None] = [*part[:most]]
     if replica.shards is not None:
         longest = len(share_of(count, 0, peers.world_size)[:most])
         numbers += [None] * (longest - len(numbers))

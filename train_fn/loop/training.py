@@ -3,12 +3,13 @@ attempt got."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from everstep.wire.events import BEGINNINGS
+from everstep.wire.events import BEGINNINGS, EventKind
 from train_fn.checkpoints.fork import adopt
 from train_fn.checkpoints.torch_file import require_safetensors
 from train_fn.checks.audit import NOT_WATCHED, BitFlips, StepAudit
@@ -20,6 +21,7 @@ from train_fn.loop.first_pass import join
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.step import OwnStep, ShardedStep, StepExchange, TreeStep
 from train_fn.samples.loader import Loader
+from train_fn.samples.shares import SharePlanner
 from train_fn.session.session import Session
 from train_fn.session.speed import speed_of
 from train_fn.snapshots.forgotten import sweep_forgotten
@@ -28,6 +30,7 @@ from train_fn.state.contents import sketch_weights
 from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.peers import bucket_sizes
 from train_fn.step.profiler import StepProfiler
+from train_fn.step.report_sums import StepPlans
 from train_fn.step.timing import StepClock, StragglerWatch
 from train_fn.tasks.protocol import where
 
@@ -62,9 +65,10 @@ class RankProgress:
     rescue: Rescuer | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Training:
-    """Everything that the steps of one rank use. None of it is replaced between steps."""
+    """Everything that the steps of one rank use. None of it is replaced between steps, but the
+    loader if the ranks' shares change."""
 
     ctx: WorkerContext
     session: Session
@@ -78,6 +82,8 @@ class Training:
     audit: StepAudit | None
     """None if no step is audited."""
     exchange: StepExchange
+    planner: SharePlanner | None
+    """None for equal shares."""
     loader: Loader
     grad_clip_norm: float | None
     """From the spec; read here once because every step asks for it."""
@@ -160,7 +166,8 @@ def restore(session: Session, replica: Replica) -> None:
 
 def _build(session: Session, progress: RankProgress, replica: Replica) -> Training:
     """Build what a step uses. What may fail comes before what starts threads."""
-    ctx, state, sampler = session.ctx, replica.state, replica.sampler
+    ctx, state = session.ctx, replica.state
+    planner = planner_of(ctx, replica)
     speed = speed_of(ctx, replica.task, replica.parts.flops_per_sample)
     flips = BitFlips(ctx)
     training = Training(
@@ -174,13 +181,8 @@ def _build(session: Session, progress: RankProgress, replica: Replica) -> Traini
         flips=flips,
         audit=audit_of(ctx, replica, flips),
         exchange=exchange_of(session, replica),
-        loader=Loader(
-            replica.train_set,
-            sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
-            ctx.spec,
-            ctx.local_world_size,
-            ctx.device,
-        ),
+        planner=planner,
+        loader=loader_of(ctx, replica),
         grad_clip_norm=ctx.spec.train.grad_clip_norm,
     )
     session.open(state.chain.enter, speed, replica.peers.exchange)
@@ -219,7 +221,90 @@ def watch_stragglers(ctx: WorkerContext, replica: Replica) -> StragglerWatch | N
     if ctx.world_size == 1:
         return None
     node_ids = replica.peers.gather(ctx.node_id)
+    if ctx.world_rank != 0:
+        return None
+    return StragglerWatch(ctx.journal.emit, node_ids, counts_of(ctx, replica))
+
+
+def loader_of(ctx: WorkerContext, replica: Replica) -> Loader:
+    """Return a loader of this rank's share, from the present step of the state on."""
+    state, sampler = replica.state, replica.sampler
+    stream = sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size)
+    return Loader(replica.train_set, stream, ctx.spec, ctx.local_world_size, ctx.device)
+
+
+# ---------------------------------------------------------------- shares
+
+# How the ranks of an attempt divide each global batch, if that follows their speed.
+
+MICRO_BATCH_S = "micro_batch_s"
+"""What later attempts of this host know of it: seconds of a micro-batch."""
+
+
+def counts_of(ctx: WorkerContext, replica: Replica) -> list[int]:
+    """Return the micro-batches of each rank in a full global batch."""
+    sampler, world_size = replica.sampler, ctx.world_size
+    shares = (sampler.share(0, sampler.fullest, rank, world_size) for rank in range(world_size))
+    return list(map(len, shares))
+
+
+def planner_of(ctx: WorkerContext, replica: Replica) -> SharePlanner | None:
+    """Return what plans the shares of this attempt, and let it begin with what the ranks' hosts
+    know of their speed; None if shares are equal. A collective."""
+    if ctx.spec.scaling.shares == "equal" or ctx.world_size == 1:
+        return None
+    assert replica.exchange is not None, "a spec has it with train.exactness elastic alone"
     sampler = replica.sampler
-    ranks, world_size = range(ctx.world_size), ctx.world_size
-    shares = [len(sampler.share(0, sampler.fullest, rank, world_size)) for rank in ranks]
-    return StragglerWatch(ctx.journal.emit, node_ids, shares) if ctx.world_rank == 0 else None
+    num_micro = sampler.num_micro(sampler.fullest)
+    if num_micro <= ctx.world_size:
+        replica.warn(
+            f"scaling.shares is by_speed, but a global batch has {num_micro} micro-batches for "
+            f"{ctx.world_size} ranks, so none can take another's; lower train.micro_batch_size"
+        )
+        return None
+    known = replica.peers.gather(ctx.remembered.get(MICRO_BATCH_S))
+    planner = SharePlanner(sampler.division, num_micro, known)
+    replica.exchange.divide_anew()
+    return planner
+
+
+def follow_speeds(training: Training, own_s: Sequence[float], *, ends_epoch: bool) -> None:
+    """Note what the ranks took for the step before the last one, and divide the next global batch
+    otherwise if that pays. All ranks do the same, by the same numbers.
+
+    Args:
+        own_s: seconds of each rank's own work in that step.
+        ends_epoch: whether the last step ended an epoch.
+    """
+    planner, replica, ctx = training.planner, training.replica, training.ctx
+    if planner is None:
+        return
+    if replica.sampler.is_full(replica.state.step - 2):
+        planner.note(own_s)
+    known = planner.measured
+    changed = planner.look(ends_epoch=ends_epoch)
+    if planner.measured is not known:
+        ctx.remember(MICRO_BATCH_S, planner.measured[ctx.world_rank])
+    if not changed:
+        return
+    assert replica.exchange is not None
+    replica.exchange.divide_anew()
+    replica.plans = StepPlans(replica.sampler, ctx.world_rank, ctx.world_size)
+    training.loader.close()  # it has read ahead for the share of before
+    training.loader = loader_of(ctx, replica)
+    if training.stragglers is not None:
+        training.stragglers.divide_anew(planner.counts)
+    training.clock.restart()
+    report_shares(training)
+
+
+def report_shares(training: Training) -> None:
+    """Report shares that are not equal, or no longer."""
+    planner, state = training.planner, training.replica.state
+    if planner is not None and planner.measured:
+        facts = {
+            "step": state.step,
+            "micro_batches": list(planner.counts),
+            "micro_batch_s": [round(each, 6) for each in planner.measured],
+        }
+        training.session.reporter.emit(EventKind.SHARES_PLANNED, facts)

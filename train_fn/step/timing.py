@@ -108,7 +108,7 @@ class StragglerWatch:
     """Compare every rank's own seconds in each step. Only rank 0 has a StragglerWatch.
 
     Ranks are compared by their time for one micro-batch, since their shares of a global batch may
-    differ by one. Medians are compared, so that an occasional checkpoint or evaluation does not
+    differ. Medians are compared, so that an occasional checkpoint or evaluation does not
     make a rank a straggler.
     """
 
@@ -129,14 +129,20 @@ class StragglerWatch:
         """
         self._emit = emit
         self._node_ids = tuple(node_ids)
-        self._shares = tuple(max(1, share) for share in shares)
         self._monotonic = monotonic
         self._window: deque[tuple[float, ...]] = deque(maxlen=_STEPS_KEPT)
         self._steps_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._window_began: float | None = None
-        self._reported_at = float("-inf")
+        self.divide_anew(shares)
         self._in_a_row = [0] * len(self._node_ids)
         self._slow = [False] * len(self._node_ids)
+
+    def divide_anew(self, shares: Sequence[int]) -> None:
+        """Begin a window with these shares, and report it: the ranks have other ones now."""
+        self._shares = tuple(max(1, share) for share in shares)
+        self._window.clear()
+        self._steps_s.clear()
+        self._window_began, self._reported_at = None, float("-inf")
 
     def note(self, step: int, own_s: Sequence[float], step_s: float) -> None:
         """Add one step: every rank's own seconds (0 if unknown), and the seconds of the whole

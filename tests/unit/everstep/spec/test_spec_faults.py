@@ -279,6 +279,25 @@ def test_too_many_workers_for_the_micro_batches_is_found_beside_other_faults() -
     assert "min_workers is 3, but a global batch has only 2 micro" in found["scaling"]
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (None, "Set train.exactness to elastic, or scaling.shares to equal"),
+        ({"train_fn": "a:b", "archive": OWN["archive"]}, "needs a task: your own loop divides"),
+        ({"script": "a.py", "archive": OWN["archive"]}, "needs a task: your own loop divides"),
+    ],
+)
+def test_shares_by_speed_are_refused_where_they_would_change_bits_or_do_nothing(
+    code: Any, words: str
+) -> None:
+    raw = spec(scaling={"shares": "by_speed"})
+    if code is not None:
+        raw = {"name": "own", "code": code, "scaling": {"shares": "by_speed"}}
+    found = faults(raw)
+    assert list(found) == ["scaling"] and words in found["scaling"]
+    parse_spec(spec(scaling={"shares": "by_speed"}, train={"exactness": "elastic"}))
+
+
 @pytest.mark.parametrize("value", ["3", 3.0, True, [3], {"a": 3}, None])
 def test_a_number_is_not_guessed_from_something_else(value: Any) -> None:
     assert "train.epochs" in faults(spec(train={"epochs": value}))
