@@ -14,7 +14,8 @@ from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
 
 SLOW = f"{SETUPS}:slow_second_rank"
-SPEC = elastic(MOVING_SPEC, max_steps=30)
+SPEC = elastic(MOVING_SPEC, max_steps=30, loader={"num_workers": 1})
+"""Loader processes have read ahead when shares change."""
 KILLED_STEP = 22
 
 

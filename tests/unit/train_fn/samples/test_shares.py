@@ -210,4 +210,5 @@ def test_the_row_that_follows_a_change_is_of_the_plan_before() -> None:
         planner.note((6.0, 4.0))
     assert not planner.look(ends_epoch=True) and planner.measured is measured
     planner.note((6.0, 4.0))
-    assert not planner.look(ends_epoch=True) and planner.measured == (1.0, 2.0) != measured
+    assert not planner.look(ends_epoch=True)
+    assert planner.measured == measured and planner.measured is not measured
