@@ -22,8 +22,8 @@ MAX_LINES = {
     "everstep": 15_564,
     "storage": 5_713,
     "service": 27_271,
-    "train_fn": 49_372,
-    "tests": 91_988,
+    "train_fn": 49_352,
+    "tests": 91_971,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

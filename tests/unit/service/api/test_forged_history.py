@@ -44,9 +44,9 @@ FORGED: dict[str, tuple[EventKind, dict[str, Any]]] = {
         EventKind.NUMERICS_CHANGED,
         {"ranks": [{"rank": 0, "differs": ["the loss"], "kernels": 10**30}]},
     ),
-    "shares that are texts": (
+    "ranks that took no time": (
         EventKind.SHARES_PLANNED,
-        {"step": 1, "micro_batches": ["a", 10**400], "micro_batch_s": [0, 0.0]},
+        {"step": 1, "micro_batches": [3, 10**400], "micro_batch_s": [0, 0.0]},
     ),
     "a drill without an id": (EventKind.DRILL_STARTED, {"rank": 1, "node_id": "n", "pid": 5}),
     "a drill of no kind": (EventKind.DRILL_REQUESTED, {"id": "x"}),
