@@ -164,9 +164,9 @@ def test_whatever_speeds_do_changes_become_rare() -> None:
     assert 3 < len(group.plans) <= 8
 
 
-@pytest.mark.parametrize("slow_s", [2.0, 6.0])
+@pytest.mark.parametrize("slow_s", [6.0, 16.0])
 def test_a_rank_that_is_slow_only_for_a_while_keeps_its_share(slow_s: float) -> None:
-    """As it writes a checkpoint: for some seconds, and once in a single step."""
+    """As it writes a checkpoint: for most of a window, and once in a single step."""
     group = Group(lambda rank, now: 0.2 if rank == 0 and now < slow_s else 0.05, 2)
     group.train(600, steps_per_epoch=100)
     once = Group(lambda rank, now: 0.05 + 3.0 * (rank == 0 and now < 0.1), 2)
