@@ -272,6 +272,20 @@ class RunSpec(Frozen):
             )
         return value
 
+    @field_validator("scaling")
+    @classmethod
+    def _speed_changes_no_bit(cls, value: ScalingSpec, info: ValidationInfo) -> ScalingSpec:
+        """Refuse shares that follow the ranks' speed where they would change results."""
+        train: TrainSpec | None = info.data.get("train")
+        if value.shares == "by_speed" and train is not None and train.exactness != "elastic":
+            raise PydanticCustomError(
+                "shares_not_elastic",
+                "shares is by_speed, which needs a task with train.exactness elastic: else sums of "
+                "gradients would follow measured times. Set train.exactness to "
+                "elastic, or scaling.shares to equal",
+            )
+        return value
+
     @property
     def most_workers(self) -> int:
         """Return the most ranks that the run may have. Of a task no more than a global batch has

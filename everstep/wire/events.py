@@ -90,6 +90,9 @@ class EventKind(StrEnum):
     """The ranks of a slow rank's node leave it, and later whether that helped. data: rank, node_id
     (the one that is left), skew, stays (whether the slowness stayed with the node; null at the
     move)."""
+    SHARES_PLANNED = "shares_planned"
+    """With ``scaling.shares: by_speed``: how the ranks divide a full global batch from here on.
+    data: step, micro_batches [of each rank], micro_batch_s [seconds that one took each rank]."""
     GPU_USE = "gpu_use"
     """A rank's recent GPU use. data: rank, node_id, name, busy (0 to 1: share of the time in which
     kernels ran) | null, used_bytes, total_bytes (of the whole GPU), allocated_bytes (peak of the

@@ -165,6 +165,7 @@ GROUPS: Final[Mapping[str, frozenset[EventKind]]] = {
             EventKind.ATTEMPT_STARTED,
             EventKind.RESTORED,
             EventKind.TRAINING_STARTED,
+            EventKind.SHARES_PLANNED,
             EventKind.REPLAY_COMPARED,
             EventKind.REHEARSAL,
         }

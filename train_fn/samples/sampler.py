@@ -5,8 +5,8 @@ An epoch's order is a permutation that is computed index by index (a keyed Feist
 cycle-walking), so that a data set of any size costs no memory and a resume at any step costs no
 time. Global batch k of an epoch is positions [k*B, (k+1)*B) of the permutation; the last one of an
 epoch is short, so that every sample is used exactly once. A global batch is cut into canonical
-micro-batches whatever the world size, and ranks take contiguous near-equal runs of whole
-micro-batches.
+micro-batches whatever the world size, and ranks take contiguous runs of whole micro-batches: of
+near-equal length, or as ``division`` says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from train_fn.samples.shares import Division
 
 IndexArray = NDArray[np.int64]
 
@@ -52,6 +54,8 @@ class Sampler:
     global_batch_size: int
     micro_batch_size: int
     seed: int
+    division: Division = field(default_factory=Division, kw_only=True, compare=False, repr=False)
+    """How ranks divide the micro-batches."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -100,7 +104,12 @@ class Sampler:
     def numbers(self, k: int, rank: int, world_size: int) -> range:
         """Return the numbers of the micro-batches that a rank runs of an epoch's global batch
         ``k``."""
-        return share_of(self.num_micro(k), rank, world_size)
+        return self.part(self.num_micro(k), rank, world_size)
+
+    def part(self, count: int, rank: int, world_size: int) -> range:
+        """Return a rank's contiguous part of ``count`` micro-batches, also of an evaluation."""
+        planned = self.division.of(count, world_size)
+        return share_of(count, rank, world_size) if planned is None else planned[rank]
 
     def is_full(self, step: int) -> bool:
         """Return whether the ranks have as many micro-batches in a step as in any."""
@@ -126,7 +135,7 @@ class Sampler:
         size = self.micro_batch_size
         return [
             MicroBatch(epoch, number, indices[number * size : (number + 1) * size], k)
-            for number in share_of(num_micro, rank, world_size)
+            for number in self.part(num_micro, rank, world_size)
         ]
 
     def stream(self, epoch: int, k: int, rank: int, world_size: int) -> Iterator[MicroBatch]:

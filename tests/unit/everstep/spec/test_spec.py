@@ -57,6 +57,7 @@ CONTRACT: dict[str, Any] = {
         "placement_strategy": "SPREAD",
         "accelerator_type": None,
         "grow_every_s": "auto",
+        "shares": "equal",
     },
     "checkpoint": {
         "every_steps": 50,

@@ -242,6 +242,16 @@ def test_too_many_workers_for_the_micro_batches_is_found_beside_other_faults() -
     assert "min_workers is 3, but a global batch has only 2 micro" in found["scaling"]
 
 
+def test_shares_by_speed_are_refused_where_they_would_change_bits() -> None:
+    own_loop = {"name": "own", "code": {"train_fn": "a:b", "archive": OWN["archive"]}}
+    for raw in (spec(), own_loop):
+        found = faults({**raw, "scaling": {"shares": "by_speed"}})
+        assert (
+            list(found) == ["scaling"] and "needs a task with train.exactness" in found["scaling"]
+        )
+    parse_spec(spec(scaling={"shares": "by_speed"}, train={"exactness": "elastic"}))
+
+
 @pytest.mark.parametrize("value", ["3", 3.0, True, [3], {"a": 3}, None])
 def test_a_number_is_not_guessed_from_something_else(value: Any) -> None:
     assert "train.epochs" in faults(spec(train={"epochs": value}))

@@ -44,6 +44,10 @@ FORGED: dict[str, tuple[EventKind, dict[str, Any]]] = {
         EventKind.NUMERICS_CHANGED,
         {"ranks": [{"rank": 0, "differs": ["the loss"], "kernels": 10**30}]},
     ),
+    "ranks that took no time": (
+        EventKind.SHARES_PLANNED,
+        {"step": 1, "micro_batches": [3, 10**400], "micro_batch_s": [0, 0.0]},
+    ),
     "a drill without an id": (EventKind.DRILL_STARTED, {"rank": 1, "node_id": "n", "pid": 5}),
     "a drill of no kind": (EventKind.DRILL_REQUESTED, {"id": "x"}),
     "a reason that is a list": (EventKind.STATUS, {"from": 1e18, "to": "SUCCEEDED", "reason": [0]}),
