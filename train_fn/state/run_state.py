@@ -94,14 +94,8 @@ class RunState(ABC):
         """Return the state as nested dicts of plain values and live tensors."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
-        """Load a state. ``state`` is copied and not changed. If it ``gives_memory``, the state may
-        keep parts of it, which the caller does not use afterwards."""
-
-    def memory(self) -> dict[str, Any]:
-        """Return the part of ``state_dict`` whose tensors may be overwritten by those of a state
-        that is loaded afterwards."""
-        return {}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state. ``state`` is copied and not changed."""
 
     @abstractmethod
     def require_sound(self, state: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from train_fn.state.optim import Ema, Optimizers, Packer, match_layout, unpacked
 from train_fn.state.pieces import weights_in
 from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
-from train_fn.state.tensor_tree import adopt, copy_to_cpu, of_own_types, owned
+from train_fn.state.tensor_tree import copy_to_cpu, of_own_types
 from train_fn.step.precision import BuiltModes
 from train_fn.step.untrained import TensorPlace, copy_all, is_alike, untrained_places
 from train_fn.tasks.protocol import Task, where
@@ -173,12 +173,6 @@ class TrainState(RunState):
         }
         return state if self.shards is None else self.shards.apart(state, self.optimizer)
 
-    def memory(self) -> dict[str, Any]:
-        """Return the weights of a state that is not whole yet, and has nothing to lose."""
-        if self.complete:
-            return {}
-        return {"model": self.model.state_dict(), "ema": self.ema.state_dict() if self.ema else {}}
-
     def require_sound(self, state: Mapping[str, Any]) -> None:
         """Check a state of this run, from this or another process, before it is saved or resumed
         from.
@@ -189,12 +183,8 @@ class TrainState(RunState):
         if self.frozen is not None:
             self.frozen.require_unchanged(thorough=False)
 
-    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state. ``state`` is copied and not changed.
-
-        Args:
-            gives_memory: whether large frozen parameters, and the optimizer, may take over the
-                memory of theirs in ``state``, which the caller does not use afterwards.
 
         Raises:
             DataChanged: it was trained on other data.
@@ -217,11 +207,9 @@ class TrainState(RunState):
         if self.shards is not None:
             self.shards.load(self.optimizer, state)
         else:
-            if gives_memory:
-                adopt(self.model, state["model"])
             self._load_weights(state)
             # Optimizer.load_state_dict keeps references to the tensors that it is given.
-            saved = owned(state["optimizer"]) if gives_memory else copy_to_cpu(state["optimizer"])
+            saved = copy_to_cpu(state["optimizer"])
             self.optimizer.load_state_dict(unpacked(saved))
             match_layout(self.optimizer, saved.get("strides"))
         self._modes.load_state_dict(state["modes"])
