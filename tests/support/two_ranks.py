@@ -82,6 +82,9 @@ class TwoPeers(Peers):
     def share(self, value: Any, source: int) -> Any:
         return self.together.exchange(self.rank, value, ("share", source))[source]
 
+    def start_broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        tensor.copy_(self.share(tensor.clone(), source))
+
     def exchange(self, own: bytes, group: Any = None) -> list[bytes]:
         return self.together.exchange(self.rank, own, ("exchange", len(own)))
 

@@ -15,7 +15,7 @@ from train_fn.checks.check import Moment
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.loop.build import build_once
-from train_fn.loop.commit import commit, require_whole
+from train_fn.loop.commit import commit, proof_of, require_whole
 from train_fn.loop.evaluate import evaluation_is_due, renew_best
 from train_fn.loop.leave import Rescue, leave
 from train_fn.loop.training import RankProgress, Training, follow_speeds, prepare, report_shares
@@ -99,7 +99,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     facts = totals.facts
     waited_s, num_tokens = max(totals.data_s), training.plans.of(state.step - 1).num_tokens
     step_s = session.reporter.step_done(
-        values, facts.num_samples, state.chain.newest, waited_s, num_tokens
+        values, facts.num_samples, proof_of(training), waited_s, num_tokens
     )
     is_full = replica.parts.sampler.is_full(state.step - 2)  # own_s is of the step before
     if training.stragglers is not None and is_full:

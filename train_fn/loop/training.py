@@ -182,7 +182,7 @@ def _build(session: Session, progress: RankProgress, replica: Replica) -> Traini
         rates=rates,
         epoch_end=EpochEnd(session, replica, rates, clock),
     )
-    session.open(state.chain.enter, speed, replica.peers.exchange)
+    session.open(speed, replica.peers.exchange)
     return training
 
 

@@ -277,40 +277,29 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
     _seed_all(key(seed, epoch, index, 1))
 
 
-def seed_micro_batch(
-    seed: int, step: int, number: int, device: torch.device, *, torch_alone: bool = False
-) -> None:
-    """Seed the global generators for one micro-batch's forward pass, such as for dropout.
-
-    With ``torch_alone`` seed only those of torch, for models that are known to use no other.
-    """
+def seed_micro_batch(seed: int, step: int, number: int, device: torch.device) -> None:
+    """Seed the global generators for one micro-batch's forward pass, such as for dropout."""
     keyed = key(seed, step, number, 2)
-    if torch_alone:
-        torch.default_generator.manual_seed(keyed)
-    else:
-        _seed_all(keyed)
+    _seed_all(keyed)
     if device.type == "cuda":
         torch.cuda.manual_seed(keyed)
-
-
-def torch_generators(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the torch generators that a forward pass on ``device`` may use."""
-    states = [torch.default_generator.get_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Restore the global generators of Python, numpy and torch after the block."""
-    python, numpy, torchs = random.getstate(), np.random.get_state(), torch_generators(device)
+    python, numpy, own = random.getstate(), np.random.get_state(), torch.default_generator
+    of_torch, of_gpu = own.get_state(), None
+    if device.type == "cuda":
+        of_gpu = torch.cuda.get_rng_state(device)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.default_generator.set_state(torchs[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(torchs[1], device)
+        own.set_state(of_torch)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, device)
 
 
 def _seed_all(keyed: int) -> None:

@@ -134,7 +134,6 @@ class Session:
 
     def open(
         self,
-        complete: Callable[[], object] = lambda: None,
         speed: Speed = SAMPLES_ALONE,
         exchange: Exchange | None = None,
     ) -> None:
@@ -145,7 +144,7 @@ class Session:
             exchange: by which the ranks of a sharded model say what they hold.
         """
         copies, keeper = BoundaryCopies(self.state), self.keeper
-        self.reporter = Reporter(self.ctx, self.state, complete, speed)
+        self.reporter = Reporter(self.ctx, self.state, speed)
         self.saver = Saver(self.ctx, self.state, copies, keeper.collect)
         self.is_open = True
         keeper.open(copies, exchange or self.peers.exchange, self.restored)

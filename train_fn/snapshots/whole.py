@@ -277,7 +277,8 @@ def broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[s
         PeersGone: a peer is gone, so that the state did not arrive whole.
         StateNotWhole: other bytes arrived than the holder sent.
     """
-    if state is not None and not any(peers.gather(state is None)):
+    are_lacking = peers.gather(state is None)
+    if state is not None and not any(are_lacking):
         return state
     tensors: list[torch.Tensor] = []
     skeleton = peers.share(take_apart(state, tensors) if peers.rank == holder else None, holder)

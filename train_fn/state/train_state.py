@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from train_fn.errors import BadTask, NothingTrained, few
-from train_fn.samples.ledger import Bookmarks, Chain
+from train_fn.samples.ledger import START, Bookmarks
 from train_fn.samples.sampler import Sampler
 from train_fn.state.contents import Contents, FrozenPart, other_base, require_same_data
 from train_fn.state.optim import Ema, Optimizers, Packer, match_layout, unpacked, with_strides
@@ -95,7 +95,7 @@ class TrainState(RunState):
         """Positions in iterable data."""
         self.hook_due = False
         """Whether the task's ``on_epoch_end`` has still to run for the epoch closed last."""
-        self.chain = Chain()
+        self.chain = START
         self.numerics: dict[str, Any] | None = None
         """Fingerprint of the run's kernels (``Numerics``); None before the first attempt."""
         self.task: Any = None
@@ -145,7 +145,6 @@ class TrainState(RunState):
         if self.frozen is not None:
             model, ema = self.frozen.without(model), ema and self.frozen.without(ema)
         optimizer = self.optimizer.state_dict()
-        chain = self.chain.enter()  # before the events, whose points it completes
         if self.shards is None:
             optimizer = (
                 self._packer.packed(optimizer, self.optimizer)
@@ -157,7 +156,7 @@ class TrainState(RunState):
             "hook_due": self.hook_due,
             "fingerprint": self.fingerprint,
             "contents": self.contents.dump() if self.contents else None,
-            "chain": chain,
+            "chain": self.chain,
             "model": dict(model),
             "frozen": dict(self.frozen.sums) if self.frozen else {},
             "modes": self._modes.state_dict(),
@@ -225,7 +224,7 @@ class TrainState(RunState):
                 averages |= self.shards.averages(state["shards"])
             self.ema.load_state_dict(averages)
         self.task = copy_to_cpu(state["task"]) if state["task"] is not None else self.task
-        self.chain.load(state["chain"])
+        self.chain = state["chain"]
         if self.bookmarks is not None:
             self.bookmarks.load_state_dict(state["bookmarks"])
         self.numerics, self.hook_due = state["numerics"], state["hook_due"]

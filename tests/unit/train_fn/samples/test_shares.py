@@ -111,12 +111,6 @@ class Group:
         self.step_s.append(max(before))
 
 
-def test_a_rank_with_half_of_a_core_gets_less_within_a_minute() -> None:
-    group = Group(lambda rank, now: (0.05, 0.1)[rank], 2)
-    group.train(60)
-    assert group.plans == [(4, 4), (6, 2)] or group.plans == [(4, 4), (5, 3)]
-
-
 @settings(max_examples=30)
 @given(
     costs=st.lists(st.floats(0.01, 0.5), min_size=2, max_size=5),
@@ -132,26 +126,6 @@ def test_each_change_of_steady_ranks_makes_steps_shorter(
     group.train(1500)
     assert all(one > other for one, other in itertools.pairwise(group.step_s))
     assert len(group.plans) < 12
-
-
-@given(
-    ratio=st.floats(1.0, 6.0),
-    period_s=st.floats(0.5, 2.0),
-    phase=st.floats(0, 2),
-    micro_s=st.floats(0.02, 0.2),
-    count=st.integers(2, 32),
-)
-def test_a_speed_that_changes_each_second_does_not_make_the_plan_swing(
-    ratio: float, period_s: float, phase: float, micro_s: float, count: int
-) -> None:
-    def seconds(rank: int, now: float) -> float:
-        is_slow = rank == 1 and math.floor((now + phase) / period_s) % 2 == 1
-        return micro_s * (ratio if is_slow else 1.0)
-
-    group = Group(seconds, 2, count)
-    while group.now < 150:
-        group.train(100)
-    assert len(group.plans) <= 4, group.plans
 
 
 def test_whatever_speeds_do_changes_become_rare() -> None:
