@@ -21,9 +21,9 @@ MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_511,
     "storage": 5_710,
-    "service": 27_249,
-    "train_fn": 49_037,
-    "tests": 88_193,
+    "service": 27_248,
+    "train_fn": 48_937,
+    "tests": 88_130,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

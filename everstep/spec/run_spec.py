@@ -49,11 +49,6 @@ FORMER: Mapping[tuple[str, str], tuple[Any, str]] = {
     ("checkpoint", "mtbf_s"): (None, _OF_AUTO),
     ("checkpoint", "min_interval_s"): (5.0, _OF_AUTO),
     ("checkpoint", "max_interval_s"): (1800.0, _OF_AUTO),
-    ("recovery", "rehearse"): (
-        "off",
-        "is gone, the service rehearses no runs. Leave it out, and run `everstep rehearse` before "
-        "`everstep submit`, which sends what it showed",
-    ),
 }
 """Fields of earlier versions by section and name: their defaults, and what to tell who sets another
 value. Stored specs have them."""

@@ -155,8 +155,6 @@ def _line(item: Event) -> str | None:
             )
         case EventKind.STACKS:
             return f"stacks: {data.get('summary')}"
-        case EventKind.REHEARSAL:
-            return f"rehearsal of a restart: {data.get('text') or data.get('state')}"
         case EventKind.REPLAY_COMPARED:
             return f"replay: {data.get('message')}"
         case _:

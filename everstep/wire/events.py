@@ -157,9 +157,6 @@ class EventKind(StrEnum):
     """What the ranks do now: because somebody asked, or because nothing has moved for a while.
     data: id (of the request) | null, quiet_s (without progress), step | null, summary (in words),
     ranks [{rank, node_id, does (in words), stack | null (the rank does not answer)}]."""
-    REHEARSAL = "rehearsal"
-    """By drivers of earlier versions, which rehearsed a restart on the run's code. data: state
-    ("running" | "made" | "not_made"), text (in words)."""
     REPLAY_COMPARED = "replay_compared"
     """By the driver of a replay, once its ranks have ended. data: ``wire.replays.Replay``."""
     ATTEMPT_ENDED = "attempt_ended"

@@ -167,7 +167,6 @@ GROUPS: Final[Mapping[str, frozenset[EventKind]]] = {
             EventKind.TRAINING_STARTED,
             EventKind.SHARES_PLANNED,
             EventKind.REPLAY_COMPARED,
-            EventKind.REHEARSAL,
         }
     ),
     "checkpoints": frozenset(

@@ -197,11 +197,6 @@ def test_all_faults_are_found_at_once() -> None:
         ),
         (spec(recovery={"stragglers": "kill"}), "recovery.stragglers", "'report' or 'move'"),
         (
-            spec(recovery={"rehearse": "require"}),
-            "recovery.rehearse",
-            "before `everstep submit`",
-        ),
-        (
             spec(env={"AWS_SECRET_ACCESS_KEY": "x"}),
             "env.AWS_SECRET_ACCESS_KEY",
             "others can read the spec",

@@ -44,14 +44,9 @@ FORGED: dict[str, tuple[EventKind, dict[str, Any]]] = {
         EventKind.NUMERICS_CHANGED,
         {"ranks": [{"rank": 0, "differs": ["the loss"], "kernels": 10**30}]},
     ),
-    "ranks that took no time": (
-        EventKind.SHARES_PLANNED,
-        {"step": 1, "micro_batches": [3, 10**400], "micro_batch_s": [0, 0.0]},
-    ),
     "a drill without an id": (EventKind.DRILL_STARTED, {"rank": 1, "node_id": "n", "pid": 5}),
     "a drill of no kind": (EventKind.DRILL_REQUESTED, {"id": "x"}),
     "a reason that is a list": (EventKind.STATUS, {"from": 1e18, "to": "SUCCEEDED", "reason": [0]}),
-    "a rehearsal of numbers": (EventKind.REHEARSAL, {"state": 5, "report": 7, "text": {}}),
     "ids that are dicts": (EventKind.STACKS, {"id": {"0": 0}, "ranks": 5}),
 }
 
