@@ -109,7 +109,7 @@ def _rank(rank: int, spec: RunSpec, run_dir: RunDir, directory: str, observed: b
         log.start()
     else:
         training.StepClock = NoClock  # type: ignore[assignment, attr-defined]
-        training.watch_stragglers = lambda ctx, sampler, peers: None
+        training.watch_stragglers = lambda ctx, replica, *, by_speed: None
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=WORLD_SIZE
     )

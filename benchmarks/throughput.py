@@ -9,6 +9,10 @@ a warm-up, in which Everstep also fills its pool of spare processes; ratios with
 ``--beside torchrun`` leaves plain Ray Train out. ``--nodes 1`` has both ranks on one node, where
 torchrun's are; else each has a node of its own, with all the processes that Ray keeps for a node,
 as on Ray Train's side.
+
+``--shares`` compares ``scaling.shares: by_speed`` with equal shares instead, by turns: two ranks of
+0.4 cores each, and again with half as much for rank 1. Quotas of cgroup v1 hold them to that, so it
+needs root, and other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -19,13 +23,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import summary, write
 from benchmarks.workloads import WORKLOADS, build_train_set
-from everstep import Client
-from tests.support.service_process import ServiceProcess
+from everstep import Client, RunFailed
+from everstep.client.runs import RunHandle
+from tests.support.service_process import ServiceProcess, wait_for
 
 
 def samples_per_s(
@@ -88,18 +96,98 @@ def run_plain(side: str, workload: str, steps: int) -> list[tuple[int, float]]:
     return [(line["step"], line["at"]) for line in lines]
 
 
+def points_of(run: RunHandle) -> list[tuple[int, float]]:
+    return sorted(
+        (point["step"], point["at"])
+        for event in run.events()
+        if event.kind == "metrics"
+        for point in event.data["points"]
+    )
+
+
 def run_everstep(client: Client, workload: str, steps: int) -> list[tuple[int, float]]:
     spec: dict[str, Any] = {**WORKLOADS[workload]}
     spec["train"] = {**spec["train"], "max_steps": steps}
     run = client.runs.create(spec)
     run.wait(timeout_s=900)
-    points = [
-        (point["step"], point["at"])
-        for event in run.events()
-        if event.kind == "metrics"
-        for point in event.data["points"]
-    ]
-    return sorted(points)
+    return points_of(run)
+
+
+# ---------------------------------------------------------------- shares
+
+
+_CPU = Path("/sys/fs/cgroup/cpu/everstep-shares")
+_PERIOD_US = 20_000
+MACHINES = {"equal": (0.4, 0.4), "unequal": (0.4, 0.2)}
+"""Quotas of the two ranks, in cores."""
+
+
+@contextmanager
+def quotas(pids: list[int], cores: tuple[float, ...]) -> Iterator[None]:
+    """Give each process so much of a core, ahead of whatever else the machine does."""
+    groups = [_CPU / str(number) for number in range(len(pids))]
+    groups[0].mkdir(parents=True, exist_ok=True)
+    (_CPU / "cpu.shares").write_text("100000")
+    for group, pid, quota in zip(groups, pids, cores, strict=True):
+        group.mkdir(exist_ok=True)
+        (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(int(_PERIOD_US * quota)))
+        (group / "cgroup.procs").write_text(str(pid))
+    try:
+        yield
+    finally:
+        for pid in pids:
+            (_CPU.parent / "cgroup.procs").write_text(str(pid))
+        for group in (*groups, _CPU):
+            group.rmdir()
+
+
+def steps_per_s(
+    client: Client, workload: str, shares: str, seconds: float, cores: tuple[float, ...]
+) -> float:
+    """Steps per second in the second half of a run, which leaves it the first one to plan."""
+    spec: dict[str, Any] = {**WORKLOADS[workload]}
+    train = spec["train"]
+    micro = max(1, train["global_batch_size"] // 16)
+    spec["train"] = {**train, "exactness": "elastic", "micro_batch_size": micro}
+    spec["scaling"] = {**spec["scaling"], "shares": shares}
+    run = client.runs.create(spec)
+    wait_for(lambda: run.refresh().step > 1, 240, "the first steps")
+    with quotas([each.pid for each in run.attempts()[-1].workers], cores):
+        began = time.time()
+        time.sleep(seconds)
+    ended = began + seconds
+    run.cancel()
+    with suppress(RunFailed):
+        run.wait(timeout_s=120)
+    for event in run.events():
+        if event.kind == "shares_planned":
+            print(event.data, flush=True)
+    points = [(step, at) for step, at in points_of(run) if (began + ended) / 2 < at < ended]
+    return (points[-1][0] - points[0][0]) / (points[-1][1] - points[0][1])
+
+
+def compare_shares(workload: str, repeats: int, seconds: float) -> None:
+    found: dict[str, dict[str, list[float]]] = {
+        machine: {"equal": [], "by_speed": []} for machine in MACHINES
+    }
+    with ServiceProcess(nodes=2, cpus_per_node=1) as service:
+        for number in range(repeats):
+            for machine, cores in MACHINES.items():
+                for shares in ["equal", "by_speed"][:: 1 if number % 2 else -1]:
+                    took = steps_per_s(service.client(), workload, shares, seconds, cores)
+                    found[machine][shares].append(took)
+                    print(f"{machine} ranks, {shares}: {took:.3f} steps/s", flush=True)
+    results = {
+        machine: {
+            **{f"{shares}_steps_per_s": summary(values) for shares, values in of_machine.items()},
+            "ratio": summary(
+                [one / other for one, other in zip(*list(of_machine.values())[::-1], strict=True)]
+            ),
+        }
+        for machine, of_machine in found.items()
+    }
+    write(f"shares_{workload}", results)
 
 
 def main(argv: list[str]) -> None:
@@ -121,7 +209,12 @@ def main(argv: list[str]) -> None:
         default=2,
         help="nodes of Everstep's cluster, with two CPUs together",
     )
+    parser.add_argument("--shares", action="store_true", help="compare shares instead")
+    parser.add_argument("--seconds", type=float, default=50, help="of a run with --shares")
     options = parser.parse_args(argv)
+    if options.shares:
+        compare_shares(options.workload, options.repeats, options.seconds)
+        return
     sides = options.beside or list(SIDES)
     ours: list[float] = []
     theirs: dict[str, list[float]] = {side: [] for side in sides}

@@ -21,9 +21,9 @@ MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_509,
     "storage": 5_710,
-    "service": 27_046,
-    "train_fn": 49_040,
-    "tests": 88_103,
+    "service": 27_041,
+    "train_fn": 48_940,
+    "tests": 88_040,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

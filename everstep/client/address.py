@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from everstep.errors import UsageError
-from everstep.home import home_directory
+from everstep.options.model import home_directory
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})

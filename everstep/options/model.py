@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,14 @@ _MUST: Final = {
     "string_type": "must be text",
 }
 """Kind of a fault -> our words, where pydantic's say less."""
+DEFAULT_HOME: Final = "~/.everstep"
+
+
+def home_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory that a service on this machine keeps its files in, ``EVERSTEP_HOME`` or
+    ``~/.everstep``, as an absolute path."""
+    named = environ.get("EVERSTEP_HOME", "").strip()
+    return Path(named or DEFAULT_HOME).expanduser().absolute()
 
 
 class SettingsError(UsageError):

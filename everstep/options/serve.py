@@ -16,13 +16,14 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from everstep.home import DEFAULT_HOME, home_directory
 from everstep.options.model import (
+    DEFAULT_HOME,
     FlagValue,
     Option,
     OptionsModel,
     SettingsError,
     default_of,
+    home_directory,
     options_of,
 )
 from everstep.wire.alerts import is_mail_address

@@ -49,11 +49,6 @@ FORMER: Mapping[tuple[str, str], tuple[Any, str]] = {
     ("checkpoint", "mtbf_s"): (None, _OF_AUTO),
     ("checkpoint", "min_interval_s"): (5.0, _OF_AUTO),
     ("checkpoint", "max_interval_s"): (1800.0, _OF_AUTO),
-    ("recovery", "rehearse"): (
-        "off",
-        "is gone, the service rehearses no runs. Leave it out, and run `everstep rehearse` before "
-        "`everstep submit`, which sends what it showed",
-    ),
 }
 """Fields of earlier versions by section and name: their defaults, and what to tell who sets another
 value. Stored specs have them."""
@@ -269,6 +264,20 @@ class RunSpec(Frozen):
                 "min_workers is {workers}, but a global batch has only {num_micro} "
                 "micro-batches; lower scaling.min_workers or train.micro_batch_size",
                 {"workers": value.min_workers, "num_micro": num_micro},
+            )
+        return value
+
+    @field_validator("scaling")
+    @classmethod
+    def _speed_changes_no_bit(cls, value: ScalingSpec, info: ValidationInfo) -> ScalingSpec:
+        """Refuse shares that follow the ranks' speed where they would change results."""
+        train: TrainSpec | None = info.data.get("train")
+        if value.shares == "by_speed" and train is not None and train.exactness != "elastic":
+            raise PydanticCustomError(
+                "shares_not_elastic",
+                "shares is by_speed, which needs a task with train.exactness elastic: else sums of "
+                "gradients would follow measured times. Set train.exactness to "
+                "elastic, or scaling.shares to equal",
             )
         return value
 

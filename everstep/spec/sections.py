@@ -280,6 +280,11 @@ class ScalingSpec(Frozen):
     """Ray's strategy for placing ranks on nodes."""
     accelerator_type: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     """Ray accelerator type, for example ``A100``; needs ``use_gpu``."""
+    shares: Literal["equal", "by_speed"] = "equal"
+    """How ranks divide the micro-batches of a global batch. ``by_speed``: in proportion to the
+    speed at which each rank is measured to work, for unequal or shared machines. It needs
+    ``train.exactness: elastic``, with which no division changes a bit, and finer micro-batches than
+    one for each rank."""
     grow_every_s: NonNegativeFiniteFloat | Literal["auto"] = "auto"
     """Shortest time in seconds between two growths onto nodes that have become free. ``auto`` grows
     once the ranks that join will add more work until the next failure than the others' pause
@@ -365,7 +370,8 @@ class RecoverySpec(Frozen):
     from a process that has built the task and never trained."""
     stragglers: Literal["report", "move"] = "report"
     """What is done about a rank that takes 1.5 times as long as its peers for a minute. ``move``
-    hands its node's ranks over to other nodes, if all fit there."""
+    hands its node's ranks over to other nodes, if all fit there, and if ``scaling.shares:
+    by_speed`` cannot make up for it."""
     deadline_s: Seconds | None = None
     """Seconds from creation until the run fails with ``deadline_exceeded``; null sets no
     deadline."""

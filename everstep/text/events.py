@@ -101,6 +101,11 @@ def _line(item: Event) -> str | None:
             )
         case EventKind.FELL_BACK:
             return f"goes on in fresh processes: {data.get('reason')}"
+        case EventKind.SHARES_PLANNED:
+            counts, seconds = data["micro_batches"], data["micro_batch_s"]
+            slowest_first = sorted(range(len(counts)), key=seconds.__getitem__, reverse=True)
+            takes = (f"rank {rank} takes {counts[rank]}" for rank in slowest_first[:RANKS_SHOWN])
+            return f"shares by speed: of {sum(counts)} micro-batches {', '.join(takes)}"
         case EventKind.STRAGGLER if data.get("slow"):
             return (
                 f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} slows the others "
@@ -150,8 +155,6 @@ def _line(item: Event) -> str | None:
             )
         case EventKind.STACKS:
             return f"stacks: {data.get('summary')}"
-        case EventKind.REHEARSAL:
-            return f"rehearsal of a restart: {data.get('text') or data.get('state')}"
         case EventKind.REPLAY_COMPARED:
             return f"replay: {data.get('message')}"
         case _:
@@ -160,7 +163,7 @@ def _line(item: Event) -> str | None:
 
 def _slowness(data: Mapping[str, Any]) -> str:
     own_ms, peers_ms = (float(data.get(name) or 0) * 1000 for name in ("own_s", "peers_s"))
-    return f"it works {own_ms:.0f} ms in a step, a peer {peers_ms:.0f} ms for the same share"
+    return f"it works {own_ms:.0f} ms in a step, a peer {peers_ms:.0f} ms"
 
 
 def standing_still(report: StackReport) -> str:

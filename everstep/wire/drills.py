@@ -321,19 +321,13 @@ REHEARSAL_TAG = "everstep.rehearsal"
 """Tag of a run with what a rehearsal before its submission showed: ``equal`` or ``different``, the
 beginning of ``RunSpec.trained_digest``, and words, each after a space."""
 
-RehearsalMode = Literal["off", "warn", "require"]
-
 
 class RunRehearsal(Answer):
     """Whether a restart was rehearsed on a run's code, and what that showed."""
 
-    mode: RehearsalMode
-    """Always ``off``: services of earlier versions rehearsed runs themselves."""
-    state: Literal["none", "running", "made", "not_made"]
-    """``made`` before the run was submitted, or ``none``; the others are of earlier versions."""
+    state: Literal["none", "made"]
+    """``made``: before the run was submitted."""
     text: str
     """In words, with what to do where something is to be done."""
     at: Time | None = None
     """When the run was submitted with it; null if nothing is known."""
-    report: Rehearsal | None = None
-    """Always null: the tag of the run holds a summary."""

@@ -90,6 +90,9 @@ class EventKind(StrEnum):
     """The ranks of a slow rank's node leave it, and later whether that helped. data: rank, node_id
     (the one that is left), skew, stays (whether the slowness stayed with the node; null at the
     move)."""
+    SHARES_PLANNED = "shares_planned"
+    """With ``scaling.shares: by_speed``: how the ranks divide a full global batch from here on.
+    data: step, micro_batches [of each rank], micro_batch_s [seconds that one took each rank]."""
     GPU_USE = "gpu_use"
     """A rank's recent GPU use. data: rank, node_id, name, busy (0 to 1: share of the time in which
     kernels ran) | null, used_bytes, total_bytes (of the whole GPU), allocated_bytes (peak of the
@@ -154,9 +157,6 @@ class EventKind(StrEnum):
     """What the ranks do now: because somebody asked, or because nothing has moved for a while.
     data: id (of the request) | null, quiet_s (without progress), step | null, summary (in words),
     ranks [{rank, node_id, does (in words), stack | null (the rank does not answer)}]."""
-    REHEARSAL = "rehearsal"
-    """By drivers of earlier versions, which rehearsed a restart on the run's code. data: state
-    ("running" | "made" | "not_made"), text (in words)."""
     REPLAY_COMPARED = "replay_compared"
     """By the driver of a replay, once its ranks have ended. data: ``wire.replays.Replay``."""
     ATTEMPT_ENDED = "attempt_ended"

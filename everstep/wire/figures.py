@@ -46,7 +46,7 @@ class Straggler(Answer):
     """Optimizer steps done when it was found."""
     own_s: float
     peers_s: float
-    """Seconds that a typical peer takes for the same share."""
+    """Seconds that a typical peer takes for the same share, or with shares by speed for its own."""
     skew: float
     ended_at: Time | None
     """When the rank was as fast as the others again, or its attempt ended; null while it is

@@ -256,8 +256,6 @@ class ReasonCode(StrEnum):
     WAITING_FOR_CLUSTER = "waiting_for_cluster"
     STORAGE_UNAVAILABLE = "storage_unavailable"
     DRIVER_NEVER_BEGAN = "driver_never_began"
-    WAITING_FOR_REHEARSAL = "waiting_for_rehearsal"
-    REHEARSAL_NOT_PASSED = "rehearsal_not_passed"
 
 
 class Reason(Answer):

@@ -262,9 +262,9 @@ def run_rehearsal(run: RunRow) -> RunRehearsal:
     """Return what is known: what a rehearsal before the submission showed."""
     before, code = _known_before(run), run.stored_spec.code
     if before is not None:
-        return RunRehearsal(mode="off", state="made", text=before, at=to_time(run.created_at))
+        return RunRehearsal(state="made", text=before, at=to_time(run.created_at))
     text = _NOTHING_TO_REHEARSE if code is None else _NOT_REHEARSED.format(_command(code))
-    return RunRehearsal(mode="off", state="none", text=text)
+    return RunRehearsal(state="none", text=text)
 
 
 def _known_before(run: RunRow) -> str | None:

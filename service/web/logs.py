@@ -163,8 +163,8 @@ GROUPS: Final[Mapping[str, frozenset[EventKind]]] = {
             EventKind.ATTEMPT_STARTED,
             EventKind.RESTORED,
             EventKind.TRAINING_STARTED,
+            EventKind.SHARES_PLANNED,
             EventKind.REPLAY_COMPARED,
-            EventKind.REHEARSAL,
         }
     ),
     "checkpoints": frozenset(

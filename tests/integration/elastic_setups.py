@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.integration.model_kinds import clip_task
 from train_fn.elastic import exchange
 from train_fn.elastic.message import CollectiveSlices, MessageSlices
 from train_fn.loop import build, first_pass
+from train_fn.samples import shares
 from train_fn.state.sound_state import Numerics
 
 KILLED_RANK, KILLED_STEP = 1, 3
@@ -100,6 +102,22 @@ class MeasuredTask(moving_buffers.MovingTask):
 def measured_task() -> None:
     by_slices()
     build.build_task = lambda spec: MeasuredTask()
+
+
+class SlowMeasuredTask(MeasuredTask):
+    """Rank 1 takes 0.3 s more for a micro-batch than others, however busy the machine is."""
+
+    def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        if dist.get_world_size() > 1:
+            time.sleep(0.3 if dist.get_rank() == 1 else 0.0)
+        return super().loss(model, batch)
+
+
+def slow_second_rank() -> None:
+    """As ``measured_task``; and shares by speed are planned after a few steps."""
+    by_slices()
+    shares.MIN_STEPS, shares.WINDOW_S = shares.PARTS, 0.1
+    build.build_task = lambda spec: SlowMeasuredTask()
 
 
 class Texts(Dataset[torch.Tensor]):

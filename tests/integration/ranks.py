@@ -11,7 +11,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,6 +84,8 @@ class Job:
     """Whether processes live on after the attempt (``lending_ranks``)."""
     silent: SilentOptions | None = None
     """Collectives fail as NCCL's do; ranks are let go once one of them has died, or raised."""
+    remembered: tuple[Mapping[str, Any], ...] = ()
+    """What each rank's host knows from an earlier attempt."""
     device: str = "cpu"
     """What all ranks train on; ``cuda:0`` for a GPU that they share, over NCCL."""
 
@@ -109,6 +111,8 @@ class Outcome:
     error: BaseException | None = None
     events: list[tuple[EventKind, dict[str, Any]]] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
+    remembered: dict[str, Any] = field(default_factory=dict)
+    """What the host would know in a later attempt."""
     device_bytes: int = 0
     """Memory of a GPU that the process holds afterwards."""
 
@@ -400,6 +404,8 @@ def context_of(job: Job, rank: int, journal: ListJournal, outcome: Outcome) -> W
         is_abandoned=journal.is_abandoned,
         hands_over=lambda: job.hands_over and job.stopped is not None,
         flip_ordered=journal.flip_ordered,
+        remembered=job.remembered[rank] if job.remembered else {},
+        remember=outcome.remembered.__setitem__,
     )
 
 

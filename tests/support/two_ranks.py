@@ -46,7 +46,7 @@ class SmallState(RunState):
         own = {"piece": tuple(self.piece), "rows": self.rows, "shards": {"model/w": self.weight}}
         return {**self.counters(0), **rest, "model": model, **own}
 
-    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_counters(state)
         self.weight.copy_(state["model"]["w"] if self.piece is None else state["shards"]["model/w"])
         self.complete = True
@@ -81,6 +81,9 @@ class TwoPeers(Peers):
 
     def share(self, value: Any, source: int) -> Any:
         return self.together.exchange(self.rank, value, ("share", source))[source]
+
+    def start_broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        tensor.copy_(self.share(tensor.clone(), source))
 
     def exchange(self, own: bytes, group: Any = None) -> list[bytes]:
         return self.together.exchange(self.rank, own, ("exchange", len(own)))

@@ -63,18 +63,22 @@ class Exchange:
             self._slices = [
                 sliced(bucket, peers, number) for number, bucket in enumerate(self.buckets, start=1)
             ]
-        longest = sampler.numbers(sampler.fullest, 0, peers.world_size)
-        self._code = ReportRows(2 * len(longest))
         self._of_values: Bucket | None = None
         self._send_values: SlicedBucket | None = None
-        self._message = self._new_message()
-        self._plans: dict[int, tuple[SumTree, Completion]] = {}
+        self.divide_anew()
         self.tree = SumTree(1, 1)
         """The tree of the present step."""
         self.values: list[torch.Tensor] = []
         """The sums of what ``add_values`` was given, after ``take``."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._last: int | None = None
+
+    def divide_anew(self) -> None:
+        """Follow the shares of the sampler, which may have changed. Call it between two steps."""
+        shares = self._shares(self._sampler.fullest)  # no other global batch has a longer one
+        self._code = ReportRows(2 * max(map(len, shares)))
+        self._message = self._new_message()
+        self._plans: dict[int, tuple[SumTree, Completion]] = {}
 
     def watch(self) -> None:
         """Launch buckets from now on while the last backward pass still runs. Call it after every
@@ -200,13 +204,15 @@ class Exchange:
 
     def _plan(self, k: int) -> tuple[SumTree, Completion]:
         """Return the tree of an epoch's global batch ``k``, and how the ranks complete it."""
-        sampler, world_size = self._sampler, self._peers.world_size
-        size = sampler.num_micro(k)
+        size = self._sampler.num_micro(k)
         if size not in self._plans:
             tree = SumTree(size, self._group)
-            shares = [sampler.numbers(k, rank, world_size) for rank in range(world_size)]
-            self._plans[size] = tree, completion(tree, shares)
+            self._plans[size] = tree, completion(tree, self._shares(k))
         return self._plans[size]
+
+    def _shares(self, k: int) -> list[range]:
+        world_size = self._peers.world_size
+        return [self._sampler.numbers(k, rank, world_size) for rank in range(world_size)]
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """Note a gradient of the last backward pass. Launch its bucket, and those after it, as far

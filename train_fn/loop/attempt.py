@@ -15,10 +15,10 @@ from train_fn.checks.check import Moment
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.loop.build import build_once
-from train_fn.loop.commit import commit, require_whole
+from train_fn.loop.commit import commit, proof_of, require_whole
 from train_fn.loop.evaluate import evaluation_is_due, renew_best
 from train_fn.loop.leave import Rescue, leave
-from train_fn.loop.training import RankProgress, Training, prepare
+from train_fn.loop.training import RankProgress, Training, follow_speeds, prepare, report_shares
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.samples.ledger import Count, difference
 from train_fn.samples.sampler import MicroBatch
@@ -99,9 +99,10 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     facts = totals.facts
     waited_s, num_tokens = max(totals.data_s), training.plans.of(state.step - 1).num_tokens
     step_s = session.reporter.step_done(
-        values, facts.num_samples, state.chain.newest, waited_s, num_tokens
+        values, facts.num_samples, proof_of(training), waited_s, num_tokens
     )
-    if training.stragglers is not None and replica.parts.sampler.is_full(state.step - 1):
+    is_full = replica.parts.sampler.is_full(state.step - 2)  # own_s is of the step before
+    if training.stragglers is not None and is_full:
         training.stragglers.note(state.step - 1, totals.own_s, step_s)
     if facts.checkpoint_step > progress.reported_checkpoint:
         report_checkpoint(training, facts.checkpoint_step)
@@ -109,6 +110,8 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     may_be_due = state.k == 0 or state.step == replica.parts.total_steps
     is_best = stop is None and may_be_due and close_epoch(training)
     session.keep(is_due=facts.save, is_best=is_best)
+    if is_full and stop is None and state.step < replica.parts.last_step:
+        follow_speeds(training, totals.own_s)
     return is_best, stop
 
 
@@ -231,6 +234,7 @@ def begin(training: Training) -> bool:
     elif renew_best(ctx, replica.state, replica.peers):
         session.save(is_due=False, is_best=True)
     session.begin(_facts(training))
+    report_shares(training)
     is_best = close_epoch(training, is_new=False)
     if (is_best or is_unsaved_fork) and replica.state.step < replica.parts.last_step:
         session.save(is_due=is_unsaved_fork, is_best=True)

@@ -229,6 +229,12 @@ def training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[Trainin
             kind, size = WholeShares, -(-train.global_batch_size // ctx.world_size)
         sampler = kind(ctx.limited(len(dataset)), train.global_batch_size, size, train.seed)
         return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
+    if spec.scaling.shares == "by_speed":
+        raise BadTask(
+            f"scaling.shares is by_speed, but the train set of {source} is iterable, whose streams "
+            "cannot move to another rank within an attempt. Give it __len__ and __getitem__, or "
+            "set scaling.shares to equal"
+        )
     streams = StreamSampler(
         epoch_length(source, dataset, train),
         train.global_batch_size,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
 
 import torch
 
@@ -15,11 +13,11 @@ from train_fn.loop.build import Parts, optimizer_source
 from train_fn.loop.sharded import rows_alone
 from train_fn.loop.step import set_rates
 from train_fn.loop.training import Training
-from train_fn.samples.ledger import Count, Link
+from train_fn.samples.ledger import linked
 from train_fn.samples.sampler import seed_micro_batch
 from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import not_finite
-from train_fn.step.fingerprints import Fingerprints, local
+from train_fn.step.fingerprints import local
 from train_fn.step.report import StepTotals
 from train_fn.tasks.protocol import step_method, where
 
@@ -83,9 +81,11 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
             state.ema.update(state.step + 1)
         if state.scheduler is not None:
             rates.tick()
-        counted = cache(totals.counted)  # both enter it, in groups of steps
-        state.chain.add(_link(fingerprints, state.step + 1, totals, counted))
-        state.count_step(counted)
+        count, gradient = totals.counted(), fingerprints.gradient
+        state.chain = linked(
+            state.chain, state.step + 1, gradient, totals.loss_sum, totals.weight, count
+        )
+        state.count_step(count)
     rates.check()
     rates.note_options()
     if skipped:
@@ -109,17 +109,12 @@ def _call_after_step(training: Training) -> None:
         replica.passes.moving.rebase()
 
 
-def _link(
-    fingerprints: Fingerprints, step: int, totals: StepTotals, counted: Callable[[], Count]
-) -> Link:
-    """Return what the step that is being committed adds to the chain."""
-    gradient, weights = fingerprints.gradient, fingerprints.weights
-    record = {
-        name: f"{value:016x}"
-        for name, value in (("gradient", gradient), ("weights", weights))
-        if value is not None
-    }
-    return Link(step, gradient, totals.loss_sum, totals.weight, counted, record)
+def proof_of(training: Training) -> dict[str, str]:
+    """Return the digests of the step that was committed."""
+    fingerprints = training.replica.together.fingerprints
+    digests = (("gradient", fingerprints.gradient), ("weights", fingerprints.weights))
+    found = {name: f"{value:016x}" for name, value in digests if value is not None}
+    return {**found, "chain": training.replica.state.chain}
 
 
 def _finish_gradients(training: Training, totals: StepTotals) -> dict[str, float | None]:

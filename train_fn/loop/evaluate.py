@@ -311,7 +311,8 @@ def batches_by_index(ctx: WorkerContext, parts: Parts, most: int | None = None) 
     if spec.train.batch_by == "tokens" and ctx.most_samples is not None:
         num_samples = len(lengths_of(val_set, "val", ctx.most_samples))
     count = -(-num_samples // size)
-    numbers: list[int | None] = [*share_of(count, ctx.world_rank, ctx.world_size)[:most]]
+    part = parts.sampler.part(count, ctx.world_rank, ctx.world_size)
+    numbers: list[int | None] = [*part[:most]]
     if parts.state.gathered is not None:
         longest = len(share_of(count, 0, ctx.world_size)[:most])
         numbers += [None] * (longest - len(numbers))

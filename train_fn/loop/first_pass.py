@@ -24,7 +24,7 @@ from train_fn.loop.passes import Passes, empty_like, wrap
 from train_fn.loop.replica import Replica
 from train_fn.loop.sharded import GatheredWeights, passes_named, require_forgotten
 from train_fn.node.device import kernels
-from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
+from train_fn.samples.sampler import IndexArray, MicroBatch
 from train_fn.session.speed import FlopCount
 from train_fn.state.contents import Sketch, sketch
 from train_fn.state.optim import drop_gradients
@@ -139,7 +139,7 @@ def run_first_pass(
     """Run ``batch`` forward and backward, put everything back, and return what forward passes
     change. A collective.
 
-    Also finds out what a sample weighs, and whether a forward pass draws random numbers.
+    Also finds out what a sample weighs.
 
     Args:
         loaded: sketch of ``batch`` as it was loaded.
@@ -182,7 +182,6 @@ def _pass_and_check(
     task, shards = parts.task, state.gathered
     assert passes.wrapped is not None
     passes.seed(0, 0)
-    generators = torch_generators(peers.device)
     source = where(task, "loss")
     with replica.checks.around(Moment.FIRST_PASS, source), met_by_all(replica.order, source):
         watched = GradientWatch(parts.trained.parameters)
@@ -194,8 +193,6 @@ def _pass_and_check(
             stack.enter_context(count)
             loss_sum, weight = passes.wrapped(batch)
         watched.require_untouched(source)
-        if passes.draws_from_torch_alone:
-            passes.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
         moving, ignored = warm_up.look()
         check_moves(task, loss_sum)
         with count:

@@ -176,11 +176,6 @@ class Passes:
             has_sparse = bool(self.module.sparse)
             require_elastic(parts.task, exchanges=self.exchanges_in_forward, has_sparse=has_sparse)
             self.tree = Exchange(peers, trained.parameters, parts.sampler, spec.full_size)
-        self.draws_from_torch_alone = spec.code is None
-        """True for Everstep's own models: their forward passes draw from torch's generator only,
-        and either all of them draw or none."""
-        self.draws = True
-        """Whether a forward pass draws random numbers, as far as is known."""
         self.weight_per_sample = 1.0
         """A sample's weight in the first pass: 1, or for example the tokens of a sequence. Losses
         are divided by it before backward. Gradients are corrected afterwards, where samples weigh
@@ -219,9 +214,7 @@ class Passes:
     def seed(self, step: int, number: int) -> None:
         """Seed the generators for the next forward pass by the step and the canonical number of its
         micro-batch."""
-        if self.draws:
-            seed, torch_alone = self.parts.sampler.seed, self.draws_from_torch_alone
-            seed_micro_batch(seed, step, number, self.peers.device, torch_alone=torch_alone)
+        seed_micro_batch(self.parts.sampler.seed, step, number, self.peers.device)
 
     def loss_scale(self, num_samples: int) -> float:
         """Return the factor of a micro-batch's loss, in a global batch of so many samples."""

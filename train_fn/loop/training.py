@@ -3,11 +3,12 @@ attempt got."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from everstep.wire.events import BEGINNINGS
+from everstep.wire.events import BEGINNINGS, EventKind
 from train_fn.checkpoints.fork import adopt
 from train_fn.checkpoints.safetensors_file import require_safetensors
 from train_fn.checks.audit import RankFaults, StepAudit
@@ -15,21 +16,21 @@ from train_fn.checks.fits import require_best_metric
 from train_fn.checks.ranks import check_data, check_model, check_numerics
 from train_fn.checks.trained import LearningRates
 from train_fn.context import WorkerContext
-from train_fn.loop.build import optimizer_source
+from train_fn.loop.build import Parts, optimizer_source
 from train_fn.loop.epoch_end import EpochEnd
 from train_fn.loop.evaluate import try_evaluation
 from train_fn.loop.first_pass import join
 from train_fn.loop.replica import Replica
 from train_fn.loop.step import OwnStep, ShardedStep, StepExchange, TreeStep
 from train_fn.samples.loader import Loader
-from train_fn.samples.sampler import Sampler
+from train_fn.samples.shares import SharePlanner
 from train_fn.session.session import Session
 from train_fn.session.speed import speed_of
 from train_fn.snapshots.forgotten import sweep_forgotten
 from train_fn.snapshots.keeper import Restored
 from train_fn.state.contents import sketch_weights
 from train_fn.state.tensor_tree import size_bytes
-from train_fn.step.peers import Peers, bucket_sizes
+from train_fn.step.peers import bucket_sizes
 from train_fn.step.profiler import StepProfiler
 from train_fn.step.report_sums import StepPlans
 from train_fn.step.timing import StepClock, StragglerWatch
@@ -66,9 +67,10 @@ class RankProgress:
     rescue: Rescuer | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Training:
-    """Everything that the steps of one rank use. None of it is replaced between steps."""
+    """Everything that the steps of one rank use. None of it is replaced between steps, but the
+    loader if the ranks' shares change."""
 
     ctx: WorkerContext
     session: Session
@@ -82,6 +84,8 @@ class Training:
     audit: StepAudit | None
     """None if no step is audited."""
     exchange: StepExchange
+    planner: SharePlanner | None
+    """None for equal shares."""
     loader: Loader
     plans: StepPlans
     rates: LearningRates
@@ -155,7 +159,8 @@ def restore(session: Session, replica: Replica) -> None:
 def _build(session: Session, progress: RankProgress, replica: Replica) -> Training:
     """Build what a step uses. What may fail comes before what starts threads."""
     ctx, parts, passes = session.ctx, replica.parts, replica.passes
-    state, sampler = parts.state, parts.sampler
+    state = parts.state
+    planner = planner_of(ctx, replica)
     speed = speed_of(ctx, parts.task, parts.flops_per_sample)
     flips = RankFaults(ctx)
     rates = LearningRates(state.optimizer, optimizer_source(parts.task), state.scheduler)
@@ -166,23 +171,18 @@ def _build(session: Session, progress: RankProgress, replica: Replica) -> Traini
         progress=progress,
         replica=replica,
         clock=clock,
-        stragglers=watch_stragglers(ctx, sampler, replica.peers),
+        stragglers=watch_stragglers(ctx, replica, by_speed=planner is not None),
         profiler=StepProfiler(ctx, lambda: bucket_sizes(passes.wrapped)),
         flips=flips,
         audit=audit_of(ctx, replica, flips),
         exchange=exchange_of(session, replica, rates),
-        loader=Loader(
-            parts.train_set,
-            sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
-            ctx.spec,
-            ctx.local_world_size,
-            ctx.device,
-        ),
-        plans=StepPlans(sampler, ctx.world_rank, ctx.world_size),
+        planner=planner,
+        loader=loader_of(ctx, parts),
+        plans=StepPlans(parts.sampler, ctx.world_rank, ctx.world_size),
         rates=rates,
         epoch_end=EpochEnd(session, replica, rates, clock),
     )
-    session.open(state.chain.enter, speed, replica.peers.exchange)
+    session.open(speed, replica.peers.exchange)
     return training
 
 
@@ -215,11 +215,84 @@ def audit_of(ctx: WorkerContext, replica: Replica, flips: RankFaults) -> StepAud
     return audit
 
 
-def watch_stragglers(ctx: WorkerContext, sampler: Sampler, peers: Peers) -> StragglerWatch | None:
+def watch_stragglers(
+    ctx: WorkerContext, replica: Replica, *, by_speed: bool
+) -> StragglerWatch | None:
     """Return the watch for slow ranks on rank 0 of several ranks, else None. A collective."""
     if ctx.world_size == 1:
         return None
-    node_ids = peers.gather(ctx.node_id)
-    ranks, world_size = range(ctx.world_size), ctx.world_size
-    shares = [len(sampler.share(0, sampler.fullest, rank, world_size)) for rank in ranks]
-    return StragglerWatch(ctx.journal.emit, node_ids, shares) if ctx.world_rank == 0 else None
+    node_ids = replica.peers.gather(ctx.node_id)
+    if ctx.world_rank != 0:
+        return None
+    sampler, world_size = replica.parts.sampler, ctx.world_size
+    shares = [len(sampler.numbers(sampler.fullest, rank, world_size)) for rank in range(world_size)]
+    return StragglerWatch(ctx.journal.emit, node_ids, shares, by_speed=by_speed)
+
+
+def loader_of(ctx: WorkerContext, parts: Parts) -> Loader:
+    """Return a loader of this rank's share, from the present step of the state on."""
+    state = parts.state
+    stream = parts.sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size)
+    return Loader(parts.train_set, stream, ctx.spec, ctx.local_world_size, ctx.device)
+
+
+# ---------------------------------------------------------------- shares
+
+# How the ranks of an attempt divide each global batch, if that follows their speed.
+
+MICRO_BATCH_S = "micro_batch_s"
+"""What later attempts of this host know of it: seconds of a micro-batch."""
+
+
+def planner_of(ctx: WorkerContext, replica: Replica) -> SharePlanner | None:
+    """Return what plans the shares of this attempt, and let it begin with what the ranks' hosts
+    know of their speed; None if shares are equal. A collective."""
+    if ctx.spec.scaling.shares == "equal" or ctx.world_size == 1:
+        return None
+    sampler, tree = replica.parts.sampler, replica.passes.tree
+    assert tree is not None, "a spec has it with train.exactness elastic alone"
+    num_micro = sampler.num_micro(sampler.fullest)
+    if num_micro <= ctx.world_size:
+        replica.parts.warn(
+            f"scaling.shares is by_speed, but a global batch has {num_micro} micro-batches for "
+            f"{ctx.world_size} ranks, so none can take another's; lower train.micro_batch_size"
+        )
+        return None
+    known = replica.peers.gather(ctx.remembered.get(MICRO_BATCH_S))
+    planner = SharePlanner(sampler.division, num_micro, known)
+    tree.divide_anew()
+    return planner
+
+
+def follow_speeds(training: Training, own_s: Sequence[float]) -> None:
+    """Divide the next global batch otherwise if that pays. All ranks do the same, by the same
+    numbers.
+
+    Args:
+        own_s: seconds of each rank's own work in the step before the last one, a full one.
+    """
+    planner, replica, ctx = training.planner, training.replica, training.ctx
+    if planner is None or not planner.note(own_s):
+        return
+    assert replica.passes.tree is not None
+    replica.passes.tree.divide_anew()
+    training.plans = StepPlans(replica.parts.sampler, ctx.world_rank, ctx.world_size)
+    training.loader.close()  # it has read ahead for the share of before
+    training.loader = loader_of(ctx, replica.parts)
+    if training.stragglers is not None:
+        training.stragglers.divide_anew(planner.counts)
+    training.clock.restart()
+    ctx.remember(MICRO_BATCH_S, planner.costs[ctx.world_rank])
+    report_shares(training)
+
+
+def report_shares(training: Training) -> None:
+    """Report shares that follow what is known of the ranks' speed."""
+    planner = training.planner
+    if planner is not None and planner.costs:
+        facts = {
+            "step": training.replica.state.step,
+            "micro_batches": list(planner.counts),
+            "micro_batch_s": [round(each, 6) for each in planner.costs],
+        }
+        training.session.reporter.emit(EventKind.SHARES_PLANNED, facts)

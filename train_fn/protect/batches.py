@@ -19,15 +19,11 @@ from torch.utils.data import DataLoader, default_collate
 
 from train_fn import own_loop
 from train_fn.errors import BadTask, DataChanged, few
-from train_fn.samples.ledger import Count, sample_hashes
+from train_fn.samples.ledger import Count, sample_hash
 from train_fn.samples.loader import KeyedDataset, begin_loader_process, taken_as_is
-from train_fn.samples.sampler import MASK64, IndexArray, MicroBatch, Sampler, share_of
+from train_fn.samples.sampler import IndexArray, MicroBatch, Sampler, share_of
 from train_fn.state.contents import DRAW_ALIKE, Contents, require_same_contents
 from train_fn.step.peers import Peers
-
-_MOST_STEPS = 64
-_MOST_SAMPLES = 1 << 14
-"""Limit on the samples that are planned at once."""
 
 
 class Share(NamedTuple):
@@ -45,61 +41,23 @@ class Share(NamedTuple):
     """The share's part of the global batch, times the world size."""
 
 
-class Shares:
-    """Return the shares of one rank, step by step. Several are computed at once."""
-
-    def __init__(self, sampler: Sampler, rank: int, world_size: int) -> None:
-        self._sampler, self._rank, self._world_size = sampler, rank, world_size
-        self._first, self._shares = 0, list[Share]()
-
-    def of(self, step: int) -> Share:
-        """Return the share of the step after ``step`` steps done."""
-        position = step - self._first
-        if not 0 <= position < len(self._shares):
-            self._first, self._shares, position = step, self._plan(step), 0
-        return self._shares[position]
-
-    def _plan(self, first: int) -> list[Share]:
-        sampler, steps = self._sampler, list[int]()
-        num_samples = 0
-        while len(steps) < _MOST_STEPS and num_samples < _MOST_SAMPLES:
-            steps.append(first + len(steps))
-            num_samples += sampler.global_batch_size
-        places = [divmod(step, sampler.steps_per_epoch) for step in steps]
-        batches = [sampler.global_batch(epoch, k) for epoch, k in places]
-        slices = [share_of(len(batch), self._rank, self._world_size) for batch in batches]
-        keys = [(epoch, step) for (epoch, _), step in zip(places, steps, strict=True)]
-        wholes = sample_hashes(keys, batches)
-        filled = [at for at, part in enumerate(slices) if len(part)]
-        owns = dict(
-            zip(
-                filled,
-                sample_hashes(
-                    [keys[at] for at in filled],
-                    [batches[at][slices[at].start : slices[at].stop] for at in filled],
-                ),
-                strict=True,
-            )
-        )
-        return [
-            self._share(*places[at], batch, slices[at], owns.get(at, 0), wholes[at])
-            for at, batch in enumerate(batches)
-        ]
-
-    def _share(
-        self, epoch: int, k: int, batch: IndexArray, part: range, own_hash: int, whole_hash: int
-    ) -> Share:
-        # A rank without samples runs those of rank 0, with weight 0: it takes part in every
-        # collective of the model.
-        taken = part if len(part) else share_of(len(batch), 0, self._world_size)
-        return Share(
-            epoch,
-            k,
-            batch[taken.start : taken.stop],
-            Count(len(part), 0, 0, own_hash & MASK64),
-            Count(len(batch), 0, 0, whole_hash & MASK64),
-            len(part) * self._world_size / len(batch),
-        )
+def share_in(sampler: Sampler, step: int, rank: int, world_size: int) -> Share:
+    """Return a rank's share of the step after ``step`` steps done."""
+    epoch, k = divmod(step, sampler.steps_per_epoch)
+    batch = sampler.global_batch(epoch, k)
+    part = share_of(len(batch), rank, world_size)
+    own = batch[part.start : part.stop]
+    # A rank without samples runs those of rank 0, with weight 0: it takes part in every
+    # collective of the model.
+    taken = part if len(part) else share_of(len(batch), 0, world_size)
+    return Share(
+        epoch,
+        k,
+        batch[taken.start : taken.stop],
+        Count(len(own), 0, 0, sample_hash(epoch, step, own)),
+        Count(len(batch), 0, 0, sample_hash(epoch, step, batch)),
+        len(own) * world_size / len(batch),
+    )
 
 
 class Consumer(Protocol):
@@ -176,7 +134,7 @@ class Batches:
 
     def marks_of(self, step: int, rank: int, world_size: int) -> dict[str, int]:
         """Read this rank's batch of the step after ``step`` steps done, and return its marks."""
-        share = Shares(self.sampler, rank, world_size).of(step)
+        share = share_in(self.sampler, step, rank, world_size)
         return Taken(self._keyed.first(_micro_batch(share, rank)).batch).marks
 
     @property
@@ -211,10 +169,10 @@ class Batches:
                 f"the {state.world_size} ranks; raise it, or start fewer ranks"
             )
         state.attach(self, total)
-        shares = Shares(self.sampler, state.rank, state.world_size)
         loaded = self._loaded(state, total)
         while state.step_number < total:
-            share, began = shares.of(state.step_number), time.perf_counter()
+            share = share_in(self.sampler, state.step_number, state.rank, state.world_size)
+            began = time.perf_counter()
             try:
                 batch = next(loaded)
             except Exception as exc:
@@ -227,9 +185,9 @@ class Batches:
             yield batch
 
     def _loaded(self, state: Consumer, total: int) -> Iterator[Any]:
-        shares = Shares(self.sampler, state.rank, state.world_size)
+        place = state.rank, state.world_size
         steps = range(state.step_number, total)
-        ahead = (_micro_batch(shares.of(step), state.rank) for step in steps)
+        ahead = (_micro_batch(share_in(self.sampler, step, *place), state.rank) for step in steps)
         if not self._num_workers:
             return (self._keyed.__getitems__(micro).batch for micro in ahead)
         loader = DataLoader(

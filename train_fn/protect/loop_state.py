@@ -285,9 +285,8 @@ class LoopState(RunState):
         }
         return state if self.piece is None else apart(state, self.piece)
 
-    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
-        """Load a state. ``state`` is copied and not changed: how a user's loop has laid out its
-        memory is not known, so nothing is taken over.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state. ``state`` is copied and not changed.
 
         Raises BadTask if it is not of the objects that ``es.protect`` was given.
         """

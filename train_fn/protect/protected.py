@@ -364,7 +364,7 @@ class Protected:
             training.buffers.share()
         self._held = Held(training.session.saver.is_due(), commits.stop)
         with training.session.commit():
-            state.count_step(None if share is None else lambda: share.whole)
+            state.count_step(None if share is None else share.whole)
             state.note_batch(self.rank, self.world_size)
             training.boundary.commit()
             state.note_parts()

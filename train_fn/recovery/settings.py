@@ -134,13 +134,8 @@ class RecoverySettings:
         return dataclasses.replace(cls(), **values)  # type: ignore[arg-type]
 
 
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("in_process", "warm_pool", "warm_spares", "warm_delay_s"),
-        *("rehearse_after_s", "rehearse_idle_cpus", "rehearse_limit_s"),
-    }
-)
-"""Settings of earlier versions: about processes that are now forked, and rehearsals beside runs."""
+_WITHOUT_EFFECT = frozenset({"in_process", "warm_pool", "warm_spares", "warm_delay_s"})
+"""Settings of earlier versions, about processes that are now forked."""
 
 
 def _parse(name: str, text: str, default: object) -> object:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from everstep.home import home_directory
+from everstep.options.model import home_directory
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.drills import Rehearsal, RehearsalRow
 

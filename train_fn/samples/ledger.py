@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from train_fn.samples.loader import Loaded
 from train_fn.samples.sampler import MASK64, IndexArray, key, mix
 
 _START = hashlib.sha256(b"everstep ledger 1").hexdigest()
-_MOST_WAITING = 64
 
 
 @dataclass(slots=True)
@@ -42,15 +41,9 @@ class Count:
         )
 
 
-def sample_hashes(places: Sequence[tuple[int, int]], batches: Sequence[IndexArray]) -> list[int]:
-    """Return the hash of each batch of samples at its (epoch, step). No batch may be empty."""
-    if not batches:
-        return []
-    lengths = [len(indices) for indices in batches]
-    keys = np.array([key(epoch, step, 5) for epoch, step in places], dtype=np.uint64)
-    bits = mix(np.concatenate(batches).astype(np.uint64), np.repeat(keys, lengths))
-    hashes: list[int] = np.add.reduceat(bits, np.cumsum([0, *lengths[:-1]])).tolist()
-    return hashes
+def sample_hash(epoch: int, step: int, indices: IndexArray) -> int:
+    """Return the hash of the samples of one batch; 0 if there are none."""
+    return int(np.add.reduce(mix(indices.astype(np.uint64), key(epoch, step, 5))))
 
 
 def difference(
@@ -64,7 +57,6 @@ def difference(
     """
     if expected.tobytes() == yielded.tobytes():
         return None
-    sample_hash = int(np.add.reduce(mix(yielded.astype(np.uint64), key(epoch, step, 5))))
     want, num_want = np.unique(expected, return_counts=True)
     have, num_have = np.unique(yielded, return_counts=True)
     both = np.minimum(num_want[np.isin(want, have)], num_have[np.isin(have, want)]).sum()
@@ -73,13 +65,14 @@ def difference(
         len(yielded) - len(expected),
         len(yielded) - num_common,
         len(expected) - num_common,
-        (sample_hash - expected_hash) & MASK64,
+        (sample_hash(epoch, step, yielded) - expected_hash) & MASK64,
     )
 
 
 @dataclass
-class _Entered:
-    """Hold the totals of the steps entered so far."""
+class Ledger:
+    """Keep counts of the current epoch, and two hash chains over steps: one for the whole run, one
+    for this epoch."""
 
     chain: str = _START
     epoch_chain: str = _START
@@ -88,7 +81,9 @@ class _Entered:
     duplicates: int = 0
     missing: int = 0
 
-    def enter(self, step: int, total: Count) -> None:
+    def commit(self, step: int, total: Count) -> None:
+        """Enter one global batch, with the count over all ranks. ``step`` counts the steps done
+        before it."""
         line = (
             f"{step} {total.num_samples} {total.sample_hash:016x} {total.num_unexpected} "
             f"{total.num_missing}"
@@ -100,52 +95,17 @@ class _Entered:
         self.duplicates += total.num_unexpected
         self.missing += total.num_missing
 
-
-class Ledger:
-    """Keep counts of the current epoch, and two hash chains over steps: one for the whole run, one
-    for this epoch.
-
-    Steps are entered in groups. Between a model's passes the caches are cold, and entering a single
-    step costs ten times as much as entering it in a group.
-    """
-
-    def __init__(self) -> None:
-        self._entered = _Entered()
-        self._waiting: list[tuple[int, Callable[[], Count]]] = []
-
-    def commit(self, step: int, total: Callable[[], Count]) -> None:
-        """Enter one global batch. ``step`` counts the steps done before it.
-
-        Args:
-            total: returns the count over all ranks; called when the step is entered.
-        """
-        self._waiting.append((step, total))
-        if len(self._waiting) == _MOST_WAITING:
-            self._enter()
-
-    def _enter(self) -> _Entered:
-        waiting, self._waiting = self._waiting, []
-        for step, total in waiting:
-            self._entered.enter(step, total())
-        return self._entered
-
     def close_epoch(self) -> dict[str, Any]:
         """Return counts and digest of the epoch that ended, and reset them for the next one."""
-        entered = self._enter()
-        self._entered = _Entered(chain=entered.chain)
-        return {
-            "samples": entered.samples,
-            "used_once": entered.used_once,
-            "duplicates": entered.duplicates,
-            "missing": entered.missing,
-            "digest": entered.epoch_chain,
-        }
+        closed = asdict(self)
+        self.load_state_dict({"chain": closed.pop("chain")})
+        return {"digest": closed.pop("epoch_chain"), **closed}
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self._enter())
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._entered, self._waiting = _Entered(**state), []
+        vars(self).update(asdict(Ledger(**state)))
 
 
 def _link(chain: str, line: str) -> str:
@@ -248,61 +208,21 @@ def _hashed(text: str) -> str:
 
 
 START = _hashed("everstep chain 1")
-"""The chain of a run that has taken no step, or that continues a state of an older version."""
+"""The chain of a run that has taken no step."""
 
 
-class Link(NamedTuple):
-    """Hold what one step adds to the chain."""
+def linked(
+    chain: str, step: int, gradient: int | None, loss_sum: float, weight: float, count: Count
+) -> str:
+    """Return the chain after one more step.
 
-    step: int
-    """Steps done after it."""
-    gradient: int | None
-    """Digest of the summed gradient; None for a task that makes its own steps."""
-    loss_sum: float
-    weight: float
-    total: Callable[[], Count]
-    """Returns the count of all ranks' samples."""
-    record: dict[str, Any]
-    """Gets the chain after this step, under ``chain``."""
-
-
-class Chain:
-    """Link steps in groups: between a model's passes the caches are cold, and a single step costs
-    ten times as much as one of a group."""
-
-    def __init__(self) -> None:
-        self._value = START
-        self._waiting: list[Link] = []
-        self.newest: dict[str, Any] = {}
-        """The record of the newest step."""
-
-    def add(self, link: Link) -> None:
-        """Add a step. Its record is complete after the next ``enter``."""
-        self.newest = link.record
-        self._waiting.append(link)
-        if len(self._waiting) == _MOST_WAITING:
-            self.enter()
-
-    def enter(self) -> str:
-        """Enter all steps so far. Return the chain after the newest one, as hexadecimal digits."""
-        waiting, self._waiting = self._waiting, []
-        for link in waiting:
-            self._value = linked(self._value, link)
-            link.record["chain"] = self._value
-        return self._value
-
-    def load(self, value: str | None) -> None:
-        """Continue from the chain of a state; None for a state of an older version."""
-        self._value, self._waiting = value or START, []
-
-
-def linked(chain: str, link: Link) -> str:
-    """Return the chain after one more step."""
-    count = link.total()
-    gradient = "-" if link.gradient is None else f"{link.gradient:016x}"
+    Args:
+        step: steps done after it.
+        gradient: digest of the summed gradient; None for a task that makes its own steps.
+        count: all ranks' samples.
+    """
     samples = (
         f"{count.num_samples} {count.sample_hash:016x} {count.num_unexpected} {count.num_missing}"
     )
-    return _hashed(
-        f"{chain} {link.step} {gradient} {link.loss_sum.hex()} {link.weight.hex()} {samples}"
-    )
+    digest = "-" if gradient is None else f"{gradient:016x}"
+    return _hashed(f"{chain} {step} {digest} {loss_sum.hex()} {weight.hex()} {samples}")

@@ -5,8 +5,8 @@ An epoch's order is a permutation that is computed index by index (a keyed Feist
 cycle-walking), so that a data set of any size costs no memory and a resume at any step costs no
 time. Global batch k of an epoch is positions [k*B, (k+1)*B) of the permutation; the last one of an
 epoch is short, so that every sample is used exactly once. A global batch is cut into canonical
-micro-batches whatever the world size, and ranks take contiguous near-equal runs of whole
-micro-batches.
+micro-batches whatever the world size, and ranks take contiguous runs of whole micro-batches: of
+near-equal length, or as ``division`` says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from train_fn.samples.shares import Division
 
 IndexArray = NDArray[np.int64]
 
@@ -52,6 +54,8 @@ class Sampler:
     global_batch_size: int
     micro_batch_size: int
     seed: int
+    division: Division = field(default_factory=Division, kw_only=True, compare=False, repr=False)
+    """How ranks divide the micro-batches."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -100,7 +104,12 @@ class Sampler:
     def numbers(self, k: int, rank: int, world_size: int) -> range:
         """Return the numbers of the micro-batches that a rank runs of an epoch's global batch
         ``k``."""
-        return share_of(self.num_micro(k), rank, world_size)
+        return self.part(self.num_micro(k), rank, world_size)
+
+    def part(self, count: int, rank: int, world_size: int) -> range:
+        """Return a rank's contiguous part of ``count`` micro-batches, also of an evaluation."""
+        planned = self.division.of(count, world_size)
+        return share_of(count, rank, world_size) if planned is None else planned[rank]
 
     def is_full(self, step: int) -> bool:
         """Return whether the ranks have as many micro-batches in a step as in any."""
@@ -126,7 +135,7 @@ class Sampler:
         size = self.micro_batch_size
         return [
             MicroBatch(epoch, number, indices[number * size : (number + 1) * size], k)
-            for number in share_of(num_micro, rank, world_size)
+            for number in self.part(num_micro, rank, world_size)
         ]
 
     def stream(self, epoch: int, k: int, rank: int, world_size: int) -> Iterator[MicroBatch]:
@@ -268,40 +277,29 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
     _seed_all(key(seed, epoch, index, 1))
 
 
-def seed_micro_batch(
-    seed: int, step: int, number: int, device: torch.device, *, torch_alone: bool = False
-) -> None:
-    """Seed the global generators for one micro-batch's forward pass, such as for dropout.
-
-    With ``torch_alone`` seed only those of torch, for models that are known to use no other.
-    """
+def seed_micro_batch(seed: int, step: int, number: int, device: torch.device) -> None:
+    """Seed the global generators for one micro-batch's forward pass, such as for dropout."""
     keyed = key(seed, step, number, 2)
-    if torch_alone:
-        torch.default_generator.manual_seed(keyed)
-    else:
-        _seed_all(keyed)
+    _seed_all(keyed)
     if device.type == "cuda":
         torch.cuda.manual_seed(keyed)
-
-
-def torch_generators(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the torch generators that a forward pass on ``device`` may use."""
-    states = [torch.default_generator.get_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Restore the global generators of Python, numpy and torch after the block."""
-    python, numpy, torchs = random.getstate(), np.random.get_state(), torch_generators(device)
+    python, numpy, own = random.getstate(), np.random.get_state(), torch.default_generator
+    of_torch, of_gpu = own.get_state(), None
+    if device.type == "cuda":
+        of_gpu = torch.cuda.get_rng_state(device)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.default_generator.set_state(torchs[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(torchs[1], device)
+        own.set_state(of_torch)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, device)
 
 
 def _seed_all(keyed: int) -> None:

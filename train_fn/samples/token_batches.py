@@ -90,7 +90,7 @@ class TokenSampler(Sampler):
         indices, num_micro = self.global_batch(epoch, k), self.num_micro(k)
         parts = (
             (number, share_of(len(indices), number, num_micro))
-            for number in share_of(num_micro, rank, world_size)
+            for number in self.part(num_micro, rank, world_size)
         )
         return [
             MicroBatch(epoch, number, indices[part.start : part.stop], k) for number, part in parts

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 from everstep.wire.events import MAX_NAMES, MAX_STEP_NAMES, EventKind, NameLimit, validation_name
@@ -33,7 +32,6 @@ class Reporter:
     by step and epoch, so an event that is reported twice changes nothing.
 
     Args:
-        complete: completes the proofs of the steps so far (``Chain.enter``).
         speed: what samples per second are in other units.
     """
 
@@ -41,10 +39,8 @@ class Reporter:
         self,
         ctx: WorkerContext,
         state: RunState,
-        complete: Callable[[], object] = lambda: None,
         speed: Speed = SAMPLES_ALONE,
     ) -> None:
-        self._complete = complete
         self._speed = speed
         self._journal = ctx.journal if ctx.world_rank == 0 else None
         self._journaled_step = ctx.journaled_step
@@ -73,7 +69,7 @@ class Reporter:
         Args:
             values: None for a metric that is not finite. The step's speed is added here.
             num_samples: samples of the global batch; None if they are not known.
-            proof: digests of the step, complete before it is sent; None for a user's own loop.
+            proof: digests of the step; None for a user's own loop.
             waited_s: how long a rank waited for its data, the longest of all ranks; None if that is
                 not known.
             num_tokens: tokens of the global batch; None if no lengths of samples say it.
@@ -127,7 +123,6 @@ class Reporter:
         points = [each for each in self._points if each["step"] <= self._newest]
         if self._journal is None or not points:
             return
-        self._complete()
         # In one event: once the journal has this step, it has all those before it.
         self._journal.emit(_METRICS, {"points": self._late_points + points})
         self._points, self._late_points = self._points[len(points) :], []
@@ -177,7 +172,7 @@ class Reporter:
             entry["data"] for entry in tail.points if entry["data"]["step"] > journaled
         ]
         for entry in tail.others:
-            if (at := entry.get("step", journaled)) < journaled:
+            if (at := entry["step"]) < journaled:
                 continue
             if at > self._newest:
                 self._events.append((at, EventKind(entry["kind"]), entry["data"]))

@@ -87,8 +87,6 @@ def _labels(directory: Path) -> list[Label]:
 def _may_count(run_id: str, label: Label, reached: str) -> bool:
     """Return whether the run may still resume from a snapshot: it has not ended, and has no
     checkpoint of this step or a later one."""
-    if label.storage is None:  # left by an older Everstep
-        return False
     try:
         run_dir = RunDir(open_storage(label.storage), run_id)
         submission = max(run_dir.submissions(), default=0)

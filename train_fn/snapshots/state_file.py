@@ -131,8 +131,7 @@ def _read_lent(data: bytes) -> tuple[dict[str, Any], str]:
     window = window_of(json.loads(data[end:]))
     if window.machine != machine():
         raise ValueError("it is in the memory of a process on another machine")
-    # Not the model's own: the state may be rejected, and the first pass comes before it is loaded.
-    tensors = room_for(skeleton, None)
+    tensors = room_for(skeleton)
     sums = read_memory(window, tensors)
     state: dict[str, Any] = put_together(skeleton, tensors)
     return state, digest(put_together(skeleton, sums))

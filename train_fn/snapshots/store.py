@@ -55,7 +55,7 @@ class Label:
     rank: int
     digest: str | None
     problem: str | None
-    storage: str | None = None
+    storage: str = ""
     """URI of the storage that holds the run's directory, for a later process that checks whether
     the state still counts."""
     pieces: int = 1

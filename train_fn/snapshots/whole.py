@@ -12,8 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +27,11 @@ from train_fn.snapshots.election import Candidate, Elected, Rejection, snapshot_
 from train_fn.snapshots.keeper import Exchange, Remains, Restored, StateKeeper, Unusable
 from train_fn.snapshots.leaving import leave, leave_snapshot, publish_snapshot, shortage
 from train_fn.snapshots.restore import read_sound
-from train_fn.snapshots.state_file import Window, lent, machine, read_memory, word_sums
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state.run_state import RunState
 from train_fn.state.tensor_tree import (
     TensorShape,
     put_together,
-    room_for,
     shapes,
     take_apart,
     tree_digest,
@@ -108,7 +105,7 @@ class WholeKeeper(StateKeeper):
     def spread(self, restored: Restored, found: dict[str, Any] | None) -> dict[str, Any]:
         if restored.source == "fresh" and self._peers.rank == restored.holder:
             found = self._state.state_dict()
-        return broadcast(self._peers, found, restored.holder, self._state.memory())
+        return broadcast(self._peers, found, restored.holder)
 
     # -- steps
 
@@ -269,40 +266,22 @@ class _Sent(NamedTuple):
     work: dist.Work | None
 
 
-def broadcast(
-    peers: Peers,
-    state: dict[str, Any] | None,
-    holder: int,
-    memory: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+def broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:
     """Return ``state`` of rank ``holder`` on every rank. A collective.
 
     Other ranks pass None, or the same state if they have it already. Nothing travels if all have
-    it. Otherwise the structure travels first, then the tensors, in pieces of one dtype. If all that
-    lack it are on the holder's machine, they read its memory instead. Every rank compares what
-    arrived with what the holder sent before anything is returned.
-
-    Args:
-        memory: nested dicts of tensors that may be overwritten. Those of the state that fit take
-            their memory, so that to load them copies nothing.
+    it. Otherwise the structure travels first, then the tensors, in pieces of one dtype. Every rank
+    compares what arrived with what the holder sent before anything is returned.
 
     Raises:
         PeersGone: a peer is gone, so that the state did not arrive whole.
         StateNotWhole: other bytes arrived than the holder sent.
     """
-    lacking = peers.gather(machine() if state is None else None)
-    if state is not None and not any(each is not None for each in lacking):
+    are_lacking = peers.gather(state is None)
+    if state is not None and not any(are_lacking):
         return state
     tensors: list[torch.Tensor] = []
-    own = take_apart(state, tensors) if peers.rank == holder else None
-    is_read = peers.on_cpu and peers.rank == holder and {*lacking} - {None} == {machine()}
-    with lent(tensors) if is_read else nullcontext() as window:
-        skeleton, window = peers.share((own, window), holder)
-        if window is not None:
-            room = room_for(skeleton, memory) if state is None else None
-            if _read_beside(peers, skeleton, window, holder, tensors, room):
-                read: dict[str, Any] = state or put_together(skeleton, room or [])
-                return read
+    skeleton = peers.share(take_apart(state, tensors) if peers.rank == holder else None, holder)
     parts = _chunks(sorted(shapes(skeleton), key=lambda shape: shape.position))
     sums, arrived = [tree_digest(skeleton)], []
     for sent in _in_flight(peers, parts, tensors, holder):
@@ -320,38 +299,6 @@ def broadcast(
         return state
     received: dict[str, Any] = put_together(skeleton, arrived)
     return received
-
-
-def _read_beside(
-    peers: Peers,
-    skeleton: dict[str, Any],
-    window: Window,
-    holder: int,
-    tensors: list[torch.Tensor],
-    room: list[torch.Tensor] | None,
-) -> bool:
-    """Read the holder's tensors into ``room``. Return whether all ranks could that lack them. A
-    collective.
-
-    Args:
-        tensors: those of the holder.
-        room: None on a rank that needs nothing.
-    """
-    sums: list[int] | None = None
-    if peers.rank == holder:
-        sums = word_sums(tensors)
-    elif room is not None:
-        try:
-            sums = read_memory(window, room)
-        except OSError as exc:
-            logger.info("the state is sent, since its holder's memory cannot be read: %s", exc)
-    mine = None if sums is None else _digest_of([tree_digest(skeleton), *map(str, sums)])
-    found = peers.gather((mine, room is not None and sums is None))
-    if any(is_refused for _, is_refused in found):
-        return False
-    read = {rank: each for rank, (each, _) in enumerate(found) if each is not None}
-    _require_equal(read, holder, skeleton["step"])
-    return True
 
 
 def _in_flight(
@@ -380,16 +327,8 @@ def _flat(
 
 def _require_the_same(peers: Peers, sums: list[str], holder: int, step: int) -> None:
     """Raise StateNotWhole on every rank if one of them received other bytes than were sent."""
-    digests = peers.gather(_digest_of(sums))
-    _require_equal(dict(enumerate(digests)), holder, step)
-
-
-def _digest_of(sums: list[str]) -> str:
-    return hashlib.sha256(repr(sums).encode()).hexdigest()
-
-
-def _require_equal(digests: Mapping[int, str], holder: int, step: int) -> None:
-    differing = [rank for rank, digest in digests.items() if digest != digests[holder]]
+    digests = peers.gather(hashlib.sha256(repr(sums).encode()).hexdigest())
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[holder]]
     if differing:
         raise StateNotWhole(
             step,

@@ -73,11 +73,11 @@ class RunState(ABC):
         """Whether a run can resume from this state. It must be restored, and no commit may have
         stopped halfway."""
 
-    def count_step(self, counted: Callable[[], Count] | None) -> None:
-        """Count one more step. ``counted`` returns the samples that all ranks trained on; None if
-        they are not known."""
-        if counted is not None:
-            self.ledger.commit(self.step, counted)
+    def count_step(self, count: Count | None) -> None:
+        """Count one more step, with the samples that all ranks trained on; None if they are not
+        known."""
+        if count is not None:
+            self.ledger.commit(self.step, count)
         self.step += 1
 
     @property
@@ -94,14 +94,8 @@ class RunState(ABC):
         """Return the state as nested dicts of plain values and live tensors."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
-        """Load a state. ``state`` is copied and not changed. If it ``gives_memory``, the state may
-        keep parts of it, which the caller does not use afterwards."""
-
-    def memory(self) -> dict[str, Any]:
-        """Return the part of ``state_dict`` whose tensors may be overwritten by those of a state
-        that is loaded afterwards."""
-        return {}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state. ``state`` is copied and not changed."""
 
     @abstractmethod
     def require_sound(self, state: Mapping[str, Any]) -> None:
@@ -180,15 +174,12 @@ class RecentEvents:
             points.popleft()
 
     def add_other(self, entry: dict[str, Any], journaled_step: Callable[[], float]) -> None:
-        """Append an event between steps, and drop the oldest as ``add_point`` does.
-
-        ``entry`` also has a ``step``. Entries from older versions have none, and are dropped beyond
-        NUM_OTHERS.
-        """
+        """Append an event between steps, which has a ``step``, and drop the oldest as ``add_point``
+        does."""
         others = self.others
         others.append(entry)
         while len(others) > NUM_OTHERS and (
-            len(others) > MOST_OTHERS or others[0].get("step", -1) < journaled_step()
+            len(others) > MOST_OTHERS or others[0]["step"] < journaled_step()
         ):
             others.popleft()
 

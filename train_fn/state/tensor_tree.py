@@ -17,7 +17,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -30,7 +29,7 @@ one thread."""
 COPY_THREADS = 4
 """Limit on copying threads. More would not help, since they saturate the memory bandwidth."""
 _WORTH_IT = 1 << 20
-"""Bytes from which it pays to take a tensor's memory ahead, or to take over that of another."""
+"""Bytes from which it pays to take a tensor's memory ahead."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 _FIXED = frozenset({*_PLAIN, type(None), torch.dtype, torch.device})
 
@@ -306,30 +305,11 @@ def put_together(tree: Any, tensors: Sequence[Any]) -> Any:
     return tree
 
 
-def room_for(tree: Any, memory: Any) -> list[torch.Tensor]:
-    """Return contiguous tensors on the CPU for those that ``take_apart`` took out of ``tree``, by
-    position: those of ``memory``, a tree like that, where they fit, else new ones."""
-    found: dict[int, torch.Tensor] = {}
-
-    def place(tree: Any, memory: Any) -> None:
-        if isinstance(tree, TensorShape):
-            fits = (
-                type(memory) is torch.Tensor
-                and memory.is_cpu
-                and memory.is_contiguous()
-                and (memory.shape, memory.dtype) == (tree.shape, tree.dtype)
-            )
-            own = memory if fits else new_memory(tree.shape, tree.dtype, pinned=False)
-            found[tree.position] = own
-        elif isinstance(tree, dict):
-            for name, value in tree.items():
-                place(value, memory.get(name) if isinstance(memory, dict) else None)
-        elif isinstance(tree, list | tuple):
-            for value in tree:
-                place(value, None)
-
-    place(tree, memory)
-    return [found[position] for position in range(len(found))]
+def room_for(tree: Any) -> list[torch.Tensor]:
+    """Return new tensors on the CPU for those that ``take_apart`` took out of ``tree``, by
+    position."""
+    found = sorted(shapes(tree), key=lambda shape: shape.position)
+    return [new_memory(each.shape, each.dtype, pinned=False) for each in found]
 
 
 def shapes(tree: Any) -> list[TensorShape]:
@@ -411,75 +391,3 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}/{position}")
     else:
         yield path, tree
-
-
-# ---------------------------------------------------------------- shared memory
-
-# Let a model take over the memory of a restored state, in place of a copy.
-#
-# To copy a large state into memory that a new process has not used yet takes longer than to read
-# it.
-
-
-def adopt(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Let frozen parameters of ``model`` take over the memory of the tensors of their names.
-    Loading ``saved`` then copies nothing into them.
-
-    Only those that nothing else shares memory with: a view, or an array, would go on to show what
-    was there before. One that is trained is written at each step, and would have its pages copied
-    then, one by one.
-    """
-    own = dict(model.named_parameters(remove_duplicate=False))
-    names = Counter(map(id, own.values()))
-    for name, value in model.state_dict(keep_vars=True).items():
-        parameter = own.get(name)
-        if (
-            parameter is value
-            and name in saved
-            and names[id(parameter)] == 1
-            and _may_take_over(parameter, saved[name])
-        ):
-            parameter.data = saved[name]
-
-
-def owned(tree: Any) -> Any:
-    """Return a copy of ``tree``, as ``copy_to_cpu`` does, but with those of its tensors on the CPU
-    that have memory of their own. Mapped files and parts of larger memory are copied."""
-
-    def place(tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        is_alone = tensor.is_cpu and storage.resizable() and storage.nbytes() == tensor.nbytes
-        found: torch.Tensor = tensor if is_alone else copy_to_cpu(tensor)
-        return found
-
-    return _kept(tree, None, place)
-
-
-def _may_take_over(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    return (
-        type(parameter) is nn.Parameter
-        and type(value) is torch.Tensor
-        and not parameter.requires_grad
-        and parameter.nbytes >= _WORTH_IT
-        and (parameter.shape, parameter.dtype, parameter.device, parameter.stride())
-        == (value.shape, value.dtype, value.device, value.stride())
-        and value.is_cpu
-        and _has_memory_alone(parameter)
-        and value.untyped_storage().nbytes() == value.nbytes
-    )
-
-
-def _has_memory_alone(parameter: nn.Parameter) -> bool:
-    """Whether as many use its memory as that of a new parameter."""
-    new = nn.Parameter(torch.empty(1), requires_grad=False)
-    return parameter.untyped_storage().nbytes() == parameter.nbytes and (
-        _users(parameter) == _users(new) != (0, 0)
-    )
-
-
-def _users(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return how many tensors and how many Python objects hold its memory; zeros where this torch
-    does not tell."""
-    storage = parameter.untyped_storage()
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return (count(storage._cdata), sys.getrefcount(storage)) if count else (0, 0)

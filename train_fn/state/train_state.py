@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from train_fn.errors import BadTask, NothingTrained, few
-from train_fn.samples.ledger import Bookmarks, Chain
+from train_fn.samples.ledger import START, Bookmarks
 from train_fn.samples.sampler import Sampler
 from train_fn.state.contents import Contents, FrozenPart, other_base, require_same_data
 from train_fn.state.optim import Ema, Optimizers, Packer, match_layout, unpacked, with_strides
 from train_fn.state.pieces import weights_in
 from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
-from train_fn.state.tensor_tree import adopt, copy_to_cpu, of_own_types, owned
+from train_fn.state.tensor_tree import copy_to_cpu, of_own_types
 from train_fn.step.precision import BuiltModes
 from train_fn.step.untrained import TensorPlace, copy_all, is_alike, untrained_places
 from train_fn.tasks.protocol import Task, where
@@ -95,7 +95,7 @@ class TrainState(RunState):
         """Positions in iterable data."""
         self.hook_due = False
         """Whether the task's ``on_epoch_end`` has still to run for the epoch closed last."""
-        self.chain = Chain()
+        self.chain = START
         self.numerics: dict[str, Any] | None = None
         """Fingerprint of the run's kernels (``Numerics``); None before the first attempt."""
         self.task: Any = None
@@ -145,7 +145,6 @@ class TrainState(RunState):
         if self.frozen is not None:
             model, ema = self.frozen.without(model), ema and self.frozen.without(ema)
         optimizer = self.optimizer.state_dict()
-        chain = self.chain.enter()  # before the events, whose points it completes
         if self.shards is None:
             optimizer = (
                 self._packer.packed(optimizer, self.optimizer)
@@ -157,7 +156,7 @@ class TrainState(RunState):
             "hook_due": self.hook_due,
             "fingerprint": self.fingerprint,
             "contents": self.contents.dump() if self.contents else None,
-            "chain": chain,
+            "chain": self.chain,
             "model": dict(model),
             "frozen": dict(self.frozen.sums) if self.frozen else {},
             "modes": self._modes.state_dict(),
@@ -173,12 +172,6 @@ class TrainState(RunState):
         }
         return state if self.shards is None else self.shards.apart(state, self.optimizer)
 
-    def memory(self) -> dict[str, Any]:
-        """Return the weights of a state that is not whole yet, and has nothing to lose."""
-        if self.complete:
-            return {}
-        return {"model": self.model.state_dict(), "ema": self.ema.state_dict() if self.ema else {}}
-
     def require_sound(self, state: Mapping[str, Any]) -> None:
         """Check a state of this run, from this or another process, before it is saved or resumed
         from.
@@ -189,12 +182,8 @@ class TrainState(RunState):
         if self.frozen is not None:
             self.frozen.require_unchanged(thorough=False)
 
-    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state. ``state`` is copied and not changed.
-
-        Args:
-            gives_memory: whether large frozen parameters, and the optimizer, may take over the
-                memory of theirs in ``state``, which the caller does not use afterwards.
 
         Raises:
             DataChanged: it was trained on other data.
@@ -217,11 +206,9 @@ class TrainState(RunState):
         if self.shards is not None:
             self.shards.load(self.optimizer, state)
         else:
-            if gives_memory:
-                adopt(self.model, state["model"])
             self._load_weights(state)
             # Optimizer.load_state_dict keeps references to the tensors that it is given.
-            saved = owned(state["optimizer"]) if gives_memory else copy_to_cpu(state["optimizer"])
+            saved = copy_to_cpu(state["optimizer"])
             self.optimizer.load_state_dict(unpacked(saved))
             match_layout(self.optimizer, saved.get("strides"))
         self._modes.load_state_dict(state["modes"])
@@ -237,7 +224,7 @@ class TrainState(RunState):
                 averages |= self.shards.averages(state["shards"])
             self.ema.load_state_dict(averages)
         self.task = copy_to_cpu(state["task"]) if state["task"] is not None else self.task
-        self.chain.load(state["chain"])
+        self.chain = state["chain"]
         if self.bookmarks is not None:
             self.bookmarks.load_state_dict(state["bookmarks"])
         self.numerics, self.hook_due = state["numerics"], state["hook_due"]

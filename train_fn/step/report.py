@@ -196,11 +196,9 @@ def encode_bytes(data: bytes, world_size: int) -> bytes:
     return (np.frombuffer(data, np.uint8).astype(np.float32) * np.float32(world_size)).tobytes()
 
 
-def encode_hashes(hashes: Sequence[int], world_size: int) -> list[bytes]:
-    """Return each hash as a rank of a group of ``world_size`` sends it."""
-    encoded = encode_bytes(np.array(hashes, dtype="<u8").tobytes(), world_size)
-    size = FLOAT_BYTES * HASH_BYTES
-    return [encoded[start : start + size] for start in range(0, len(encoded), size)]
+def encode_hash(sample_hash: int, world_size: int) -> bytes:
+    """Return a hash as a rank of a group of ``world_size`` sends it."""
+    return encode_bytes(sample_hash.to_bytes(8, "little"), world_size)
 
 
 def decode_integers(sums: bytes, ends: Sequence[int]) -> list[int]:
@@ -320,7 +318,7 @@ def totals_of(reports: Sequence[StepReport | None]) -> StepTotals:
         _total([loss for report in found for loss in report.numbers[::2]]),
         _total([weight for report in found for weight in report.numbers[1::2]]),
         facts,
-        encode_hashes([samples.sample_hash], 1)[0],
+        encode_hash(samples.sample_hash, 1),
         tuple(0.0 if report is None else float(step_mark(report.step)) for report in reports),
         tuple(0.0 if report is None else report.votes.own_s for report in reports),
         float(sum(rank + 1 for rank in nonfinite)),

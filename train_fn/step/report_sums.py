@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from train_fn.samples.ledger import Count, sample_hashes
+from train_fn.samples.ledger import Count, sample_hash
 from train_fn.samples.sampler import MASK64, MicroBatch, Sampler
 from train_fn.step.peers import Peers
 from train_fn.step.report import (
@@ -26,7 +26,7 @@ from train_fn.step.report import (
     Votes,
     decode_integers,
     encode_bytes,
-    encode_hashes,
+    encode_hash,
     step_mark,
 )
 
@@ -76,7 +76,7 @@ class Expected(NamedTuple):
 
     samples: Count
     encoded_hash: bytes
-    """The sample hash as encoded by ``encode_hashes``."""
+    """The sample hash as encoded by ``encode_hash``."""
 
 
 NOTHING_EXPECTED = Expected(Count(), bytes(FLOAT_BYTES * HASH_BYTES))
@@ -84,7 +84,7 @@ NOTHING_EXPECTED = Expected(Count(), bytes(FLOAT_BYTES * HASH_BYTES))
 
 def expect(samples: Count, world_size: int) -> Expected:
     """Return ``samples`` with their hash encoded for a group of ``world_size``."""
-    return Expected(samples, encode_hashes([samples.sample_hash], world_size)[0])
+    return Expected(samples, encode_hash(samples.sample_hash, world_size))
 
 
 def encode_header(fingerprint: int, world_size: int) -> tuple[int, ...]:
@@ -249,15 +249,7 @@ class ReportSums:
 
 # ---------------------------------------------------------------- plans
 
-# Plan a rank's work for many steps at once.
-#
-# Between a model's passes the caches are cold, and one numpy call costs as much as hashing
-# thousands of samples. So work that depends only on the step is not done there.
-
-_MOST_STEPS = 64
-_MOST_SAMPLES = 1 << 14
-"""Limit on the samples of all steps that are planned at once. Hashing these takes a fraction of a
-millisecond."""
+# What is known of a rank's part of a step before it begins.
 
 
 class StepPlan(NamedTuple):
@@ -279,40 +271,23 @@ class StepPlans:
 
     def __init__(self, sampler: Sampler, rank: int, world_size: int) -> None:
         self._sampler, self._rank, self._world_size = sampler, rank, world_size
-        self._first, self._plans = 0, list[StepPlan]()
+        self._newest: tuple[int, StepPlan] | None = None
 
     def of(self, step: int) -> StepPlan:
         """Return the plan of the step after ``step`` steps done."""
-        position = step - self._first
-        if not 0 <= position < len(self._plans):
-            self._first, self._plans, position = step, self._plan(step), 0
-        return self._plans[position]
+        if self._newest is None or self._newest[0] != step:
+            self._newest = step, self._plan(step)
+        return self._newest[1]
 
-    def _plan(self, first: int) -> list[StepPlan]:
-        sampler = self._sampler
-        shares: list[tuple[int, int | None, list[MicroBatch]]] = []
-        places: list[tuple[int, int]] = []
-        num_samples = 0
-        while len(shares) < _MOST_STEPS and num_samples < _MOST_SAMPLES:
-            step = first + len(shares)
-            epoch, k = divmod(step, sampler.steps_per_epoch)
-            share = sampler.share(epoch, k, self._rank, self._world_size)
-            shares.append((sampler.size_of(k), sampler.tokens_in(epoch, k), share))
-            places += [(epoch, step)] * len(share)
-            num_samples += sum(len(micro.indices) for micro in share)
-        hashes = iter(
-            sample_hashes(places, [micro.indices for *_, share in shares for micro in share])
+    def _plan(self, step: int) -> StepPlan:
+        epoch, k = divmod(step, self._sampler.steps_per_epoch)
+        share = self._sampler.share(epoch, k, self._rank, self._world_size)
+        hashes = [sample_hash(epoch, step, micro.indices) for micro in share]
+        count = Count(sum(len(micro.indices) for micro in share), 0, 0, sum(hashes) & MASK64)
+        return StepPlan(
+            self._sampler.size_of(k),
+            share,
+            hashes,
+            expect(count, self._world_size),
+            self._sampler.tokens_in(epoch, k),
         )
-        of_steps = [[next(hashes) for _ in share] for *_, share in shares]
-        sums = [sum(each) & MASK64 for each in of_steps]
-        encoded = encode_hashes(sums, self._world_size)
-        counts = [
-            Count(sum(len(micro.indices) for micro in share), 0, 0, total)
-            for (*_, share), total in zip(shares, sums, strict=True)
-        ]
-        return [
-            StepPlan(size, share, of_step, Expected(count, encoded_hash), tokens)
-            for (size, tokens, share), of_step, count, encoded_hash in zip(
-                shares, of_steps, counts, encoded, strict=True
-            )
-        ]

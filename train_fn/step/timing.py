@@ -4,6 +4,7 @@ the others wait.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import torch
 
 from everstep.wire.events import EventKind
 from train_fn.recovery.links import SLOW_RATIO
+from train_fn.samples.shares import divided
 
 
 class StepClock:
@@ -108,8 +110,9 @@ class StragglerWatch:
     """Compare every rank's own seconds in each step. Only rank 0 has a StragglerWatch.
 
     Ranks are compared by their time for one micro-batch, since their shares of a global batch may
-    differ by one. Medians are compared, so that an occasional checkpoint or evaluation does not
-    make a rank a straggler.
+    differ. If shares follow speed, a rank is slow only as far as they cannot make up for it.
+    Medians are compared, so that an occasional checkpoint or evaluation does not make a rank a
+    straggler.
     """
 
     def __init__(
@@ -118,6 +121,8 @@ class StragglerWatch:
         node_ids: Sequence[str],
         shares: Sequence[int],
         monotonic: Callable[[], float] = time.monotonic,
+        *,
+        by_speed: bool = False,
     ) -> None:
         """Start with no rank marked as slow.
 
@@ -126,17 +131,24 @@ class StragglerWatch:
             node_ids: the node of each rank.
             shares: micro-batches of each rank in a full global batch.
             monotonic: returns seconds on a monotonic clock.
+            by_speed: whether shares follow the ranks' speed (``scaling.shares``).
         """
-        self._emit = emit
+        self._emit, self._by_speed = emit, by_speed
         self._node_ids = tuple(node_ids)
-        self._shares = tuple(max(1, share) for share in shares)
         self._monotonic = monotonic
         self._window: deque[tuple[float, ...]] = deque(maxlen=_STEPS_KEPT)
         self._steps_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._window_began: float | None = None
-        self._reported_at = float("-inf")
+        self.divide_anew(shares)
         self._in_a_row = [0] * len(self._node_ids)
         self._slow = [False] * len(self._node_ids)
+
+    def divide_anew(self, shares: Sequence[int]) -> None:
+        """Begin a window with these shares, and report it: the ranks have other ones now."""
+        self._shares = tuple(max(1, share) for share in shares)
+        self._window.clear()
+        self._steps_s.clear()
+        self._window_began, self._reported_at = None, float("-inf")
 
     def note(self, step: int, own_s: Sequence[float], step_s: float) -> None:
         """Add one step: every rank's own seconds (0 if unknown), and the seconds of the whole
@@ -176,12 +188,15 @@ class StragglerWatch:
         ]
 
     def _peers_s(self, own: Sequence[float]) -> list[float]:
-        """Return for each rank the seconds that a typical peer would need for its share."""
+        """Return for each rank the seconds that a typical peer would need for its share; longer if
+        peers still work that long once shares follow the speed of these times."""
         of_micro_batch = [seconds / share for seconds, share in zip(own, self._shares, strict=True)]
-        return [
-            max(others_s * share, 1e-9)
-            for others_s, share in zip(medians_of_others(of_micro_batch), self._shares, strict=True)
-        ]
+        others_s = medians_of_others(of_micro_batch)
+        if self._by_speed:
+            fitting = divided(sum(self._shares), tuple(of_micro_batch))
+            then_s = medians_of_others(list(map(operator.mul, of_micro_batch, fitting)))
+            others_s = list(map(max, others_s, map(operator.truediv, then_s, fitting)))
+        return [max(each * share, 1e-9) for each, share in zip(others_s, self._shares, strict=True)]
 
     def _compare(self, step: int, own: Sequence[float]) -> bool:
         """Report ranks that have become slow, or are no longer slow. Return whether there were

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.home import home_directory
-from everstep.options.model import SettingsError
+from everstep.options.model import SettingsError, home_directory
 from everstep.options.serve import ServeOptions
 from service.settings import Settings, existing_ray_token
 

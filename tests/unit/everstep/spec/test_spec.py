@@ -57,6 +57,7 @@ CONTRACT: dict[str, Any] = {
         "placement_strategy": "SPREAD",
         "accelerator_type": None,
         "grow_every_s": "auto",
+        "shares": "equal",
     },
     "checkpoint": {
         "every_steps": 50,
@@ -94,10 +95,10 @@ def test_the_spec_of_the_contract_is_read_and_written_unchanged() -> None:
 
 
 def test_fields_of_earlier_versions_are_read_and_left_out() -> None:
-    before = spec(recovery={"rehearse": "off"}, checkpoint={"mtbf_s": None, "min_interval_s": 5.0})
-    assert parse_spec(before) == parse_spec(spec(recovery={}, checkpoint={}))
-    stored = json.dumps(spec(recovery={"rehearse": "require"}, checkpoint={"mtbf_s": 60.0}))
-    assert RunSpec.model_validate_json(stored) == parse_spec(spec(recovery={}, checkpoint={}))
+    before = spec(checkpoint={"mtbf_s": None, "min_interval_s": 5.0})
+    assert parse_spec(before) == parse_spec(spec(checkpoint={}))
+    stored = json.dumps(spec(checkpoint={"mtbf_s": 60.0}))
+    assert RunSpec.model_validate_json(stored) == parse_spec(spec(checkpoint={}))
 
 
 def test_name_and_task_are_enough() -> None:

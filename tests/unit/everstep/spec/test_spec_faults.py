@@ -197,11 +197,6 @@ def test_all_faults_are_found_at_once() -> None:
         ),
         (spec(recovery={"stragglers": "kill"}), "recovery.stragglers", "'report' or 'move'"),
         (
-            spec(recovery={"rehearse": "require"}),
-            "recovery.rehearse",
-            "before `everstep submit`",
-        ),
-        (
             spec(env={"AWS_SECRET_ACCESS_KEY": "x"}),
             "env.AWS_SECRET_ACCESS_KEY",
             "others can read the spec",
@@ -240,6 +235,16 @@ def test_too_many_workers_for_the_micro_batches_is_found_beside_other_faults() -
     found = faults(raw)
     assert set(found) == {"scaling", "checkpoint.every_steps"}
     assert "min_workers is 3, but a global batch has only 2 micro" in found["scaling"]
+
+
+def test_shares_by_speed_are_refused_where_they_would_change_bits() -> None:
+    own_loop = {"name": "own", "code": {"train_fn": "a:b", "archive": OWN["archive"]}}
+    for raw in (spec(), own_loop):
+        found = faults({**raw, "scaling": {"shares": "by_speed"}})
+        assert (
+            list(found) == ["scaling"] and "needs a task with train.exactness" in found["scaling"]
+        )
+    parse_spec(spec(scaling={"shares": "by_speed"}, train={"exactness": "elastic"}))
 
 
 @pytest.mark.parametrize("value", ["3", 3.0, True, [3], {"a": 3}, None])

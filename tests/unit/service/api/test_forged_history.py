@@ -47,7 +47,6 @@ FORGED: dict[str, tuple[EventKind, dict[str, Any]]] = {
     "a drill without an id": (EventKind.DRILL_STARTED, {"rank": 1, "node_id": "n", "pid": 5}),
     "a drill of no kind": (EventKind.DRILL_REQUESTED, {"id": "x"}),
     "a reason that is a list": (EventKind.STATUS, {"from": 1e18, "to": "SUCCEEDED", "reason": [0]}),
-    "a rehearsal of numbers": (EventKind.REHEARSAL, {"state": 5, "report": 7, "text": {}}),
     "ids that are dicts": (EventKind.STACKS, {"id": {"0": 0}, "ranks": 5}),
 }
 

@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,7 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
             for tensor in (*model.parameters(), *model.buffers()):
                 (tensor[:1] if tensor.stride() == (0,) else tensor).fill_(step % MOST + 1)
         optimizer.advance(step % MOST + 1, moments=step >= 3)
-        state.ledger.commit(step, partial(Count, 5, 0, 0, step))
+        state.ledger.commit(step, Count(5, 0, 0, step))
         step = state.step = step + 1
         state.metrics["accuracy"], state.evaluated_step = float(step), step
         state.best = BestSoFar("accuracy", float(step), step, "")

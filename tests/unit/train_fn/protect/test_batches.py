@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from train_fn import own_loop
 from train_fn.errors import BadTask
-from train_fn.protect.batches import Batches, Share, Shares
-from train_fn.samples.ledger import Count, sample_hashes
+from train_fn.protect.batches import Batches, Share, share_in
+from train_fn.samples.ledger import Count, sample_hash
 from train_fn.samples.sampler import Sampler
 
 
@@ -58,11 +58,10 @@ def test_shares_make_up_the_global_batches(
     num_samples: int, global_batch_size: int, world_size: int, first: int
 ) -> None:
     sampler = Sampler(num_samples, global_batch_size, global_batch_size, 3)
-    ranks = [Shares(sampler, rank, world_size) for rank in range(world_size)]
     for step in range(first, first + 70):
         epoch, k = divmod(step, sampler.steps_per_epoch)
         batch = sampler.global_batch(epoch, k)
-        shares = [each.of(step) for each in ranks]
+        shares = [share_in(sampler, step, rank, world_size) for rank in range(world_size)]
         own = [share.indices for share in shares if share.own.num_samples]
         assert np.array_equal(np.concatenate(own), batch)
         assert all(len(share.indices) for share in shares), "a rank has nothing to run"
@@ -70,7 +69,7 @@ def test_shares_make_up_the_global_batches(
         for share in shares:
             total = total + share.own
             assert share.weight == share.own.num_samples * world_size / len(batch)
-        [hashed] = sample_hashes([(epoch, step)], [batch])
+        hashed = sample_hash(epoch, step, batch)
         assert total == shares[0].whole == Count(len(batch), 0, 0, hashed)
 
 

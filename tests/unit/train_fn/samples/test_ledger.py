@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_fn.samples.ledger import Count, Ledger, difference, sample_hashes
+from train_fn.samples.ledger import Count, Ledger, difference, sample_hash
 
 pytestmark = pytest.mark.own_process
 
@@ -20,13 +20,9 @@ def indices(*values: int) -> np.ndarray:
 
 
 def count(epoch: int, step: int, expected: np.ndarray, yielded: np.ndarray) -> Count:
-    hashes = sample_hashes([(epoch, step)], [expected]) if len(expected) else [0]
-    planned = Count(len(expected), 0, 0, hashes[0])
-    return planned + (difference(epoch, step, expected, yielded, hashes[0]) or Count())
-
-
-def commit(ledger: Ledger, step: int, total: Count) -> None:
-    ledger.commit(step, lambda: total)
+    hashed = sample_hash(epoch, step, expected)
+    planned = Count(len(expected), 0, 0, hashed)
+    return planned + (difference(epoch, step, expected, yielded, hashed) or Count())
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=60), st.integers(0, 59))
@@ -62,8 +58,8 @@ def test_the_hash_depends_on_sample_epoch_and_step() -> None:
 
 def test_an_epoch_is_closed_with_its_counts() -> None:
     ledger = Ledger()
-    commit(ledger, 0, Count(3, 0, 0, 17))
-    commit(ledger, 1, Count(3, 1, 1, 18))
+    ledger.commit(0, Count(3, 0, 0, 17))
+    ledger.commit(1, Count(3, 1, 1, 18))
     closed = ledger.close_epoch()
     assert {name: closed[name] for name in ("samples", "used_once", "duplicates", "missing")} == {
         "samples": 6,
@@ -72,7 +68,7 @@ def test_an_epoch_is_closed_with_its_counts() -> None:
         "missing": 1,
     }
     chain = ledger.state_dict()["chain"]
-    commit(ledger, 2, Count(3, 0, 0, 17))
+    ledger.commit(2, Count(3, 0, 0, 17))
     assert ledger.state_dict()["samples"] == 3
     assert ledger.state_dict()["chain"] != chain
     assert ledger.close_epoch()["digest"] != closed["digest"]
@@ -81,33 +77,14 @@ def test_an_epoch_is_closed_with_its_counts() -> None:
 def test_the_chain_depends_on_order_and_resumes() -> None:
     first, second, resumed = Ledger(), Ledger(), Ledger()
     for ledger, hashes in ((first, (1, 2)), (second, (2, 1))):
-        for step, sample_hash in enumerate(hashes):
-            commit(ledger, step, Count(1, 0, 0, sample_hash))
+        for step, hashed in enumerate(hashes):
+            ledger.commit(step, Count(1, 0, 0, hashed))
     assert first.state_dict()["chain"] != second.state_dict()["chain"]
     halfway = Ledger()
-    commit(halfway, 0, Count(1, 0, 0, 1))
+    halfway.commit(0, Count(1, 0, 0, 1))
     resumed.load_state_dict(halfway.state_dict())
-    commit(resumed, 1, Count(1, 0, 0, 2))
+    resumed.commit(1, Count(1, 0, 0, 2))
     assert resumed.state_dict() == first.state_dict()
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2), st.booleans()), max_size=200)
-)
-def test_steps_that_wait_to_be_entered_come_to_the_same(steps: list[tuple[int, int, bool]]) -> None:
-    """Whoever asks in between, or resumes from what was told, hears and goes on with every step
-    that was committed."""
-    waiting, asked = Ledger(), Ledger()
-    for step, (sample_hash, num_missing, ends_epoch) in enumerate(steps):
-        total = Count(5 - num_missing, 0, num_missing, sample_hash)
-        commit(waiting, step, total)
-        commit(asked, step, total)
-        saved = asked.state_dict()
-        asked = Ledger()
-        asked.load_state_dict(saved)
-        if ends_epoch:
-            assert waiting.close_epoch() == asked.close_epoch()
-    assert waiting.state_dict() == asked.state_dict()
 
 
 def test_the_chain_is_the_one_that_checkpoints_of_earlier_versions_hold() -> None:
@@ -115,7 +92,7 @@ def test_the_chain_is_the_one_that_checkpoints_of_earlier_versions_hold() -> Non
     ledger = Ledger()
     chain = hashlib.sha256(b"everstep ledger 1").hexdigest()
     for step in range(100):
-        commit(ledger, step, Count(4, 1, 2, 2**63 + step))
+        ledger.commit(step, Count(4, 1, 2, 2**63 + step))
         chain = hashlib.sha256(f"{chain} {step} 4 {2**63 + step:016x} 1 2".encode()).hexdigest()
     assert ledger.state_dict() == {
         "chain": chain,

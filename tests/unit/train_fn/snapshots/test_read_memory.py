@@ -3,10 +3,6 @@ same way, so that one is enough here; test_lending.py has two."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.train_fn.snapshots.test_state_file import tensors
 from train_fn.snapshots import state_file
-from train_fn.snapshots.state_file import Place, lent, read_memory
-from train_fn.state.tensor_tree import room_for, take_apart
+from train_fn.snapshots.state_file import lent, read_memory
 from train_fn.step.fingerprints import bytes_of, word_sum
 
 pytestmark = pytest.mark.skipif(not state_file.machine(), reason="needs Linux")
@@ -31,34 +26,3 @@ def test_every_bit_arrives_with_its_sum(held: list[torch.Tensor], piece_bytes: i
         assert read_memory(window, found) == list(map(word_sum, held))
     for one, other in zip(found, held, strict=True):
         assert torch.equal(bytes_of(one), bytes_of(other))
-
-
-def test_a_process_that_is_gone_or_another_one_is_not_read() -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    held, found = [torch.ones(3)], [torch.zeros(3)]
-    with lent(held) as window:
-        assert window is not None
-    with pytest.raises(OSError, match="No such process"):
-        read_memory(window._replace(pid=gone.pid), found)
-    place, _ = window.token
-    with pytest.raises(OSError, match="another one by now"):
-        read_memory(window._replace(token=(place, os.urandom(16))), found)
-    with lent(held) as window, pytest.raises(OSError, match=r"Bad address|only a part"):
-        assert window is not None
-        read_memory(window._replace(places=(Place(16, 12),)), found)
-    assert (found[0] == 0).all()
-
-
-def test_room_is_that_of_memory_where_it_fits() -> None:
-    state = {
-        "model": {"weight": torch.ones(2, 3), "bias": torch.ones(3), "turned": torch.ones(2, 3)},
-        "rest": [torch.ones(4), 1],
-    }
-    memory = {"weight": torch.zeros(2, 3), "bias": torch.zeros(4), "turned": torch.zeros(3, 2).t()}
-    apart: list[torch.Tensor] = []
-    room = room_for(take_apart(state, apart), {"model": memory})
-    assert [(each.shape, each.dtype) for each in room] == [(a.shape, a.dtype) for a in apart]
-    assert room[0] is memory["weight"] and all(each.is_contiguous() for each in room)
-    own = {each.data_ptr() for each in memory.values()}
-    assert [each.data_ptr() in own for each in room] == [True, False, False, False]

@@ -8,7 +8,6 @@ import dataclasses
 import enum
 import io
 from collections import OrderedDict, deque, namedtuple
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def take_step(state: TrainState) -> None:
     state.scaler.update()
     assert state.ema is not None
     state.ema.update(state.step + 1)
-    state.ledger.commit(state.step, partial(Count, 5, 0, 0, state.step))
+    state.ledger.commit(state.step, Count(5, 0, 0, state.step))
     state.step += 1
     state.optimizer.zero_grad()
 

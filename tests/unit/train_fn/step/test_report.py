@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_fn.samples.ledger import Count, difference, sample_hashes
+from train_fn.samples.ledger import Count, difference, sample_hash
 from train_fn.step.peers import Peers
 from train_fn.step.report import NO_VOTES, ReportRows, StepReport, StepTotals, Votes, totals_of
 from train_fn.step.report_sums import ReportSums, expect
@@ -84,8 +84,8 @@ def test_every_step_s_totals_are_its_own(steps: list[tuple[int, int]]) -> None:
     """Also where its sums lie elsewhere in memory than those before: those are still there, and say
     what they said."""
     report = ReportSums(ALONE)
-    for number, (num_missing, sample_hash) in enumerate(steps):
-        counted = Count(50 - num_missing, 0, num_missing, sample_hash)
+    for number, (num_missing, hashed) in enumerate(steps):
+        counted = Count(50 - num_missing, 0, num_missing, hashed)
         report.begin(number)
         report.add(torch.tensor(float(number)), 50, counted)
         found = carried(report, Votes(checkpoint_step=number))
@@ -101,8 +101,7 @@ def test_every_step_s_totals_are_its_own(steps: list[tuple[int, int]]) -> None:
 def test_what_is_told_is_what_was_yielded_not_what_was_expected(
     planned: list[int], yielded: list[int]
 ) -> None:
-    (planned_hash,) = sample_hashes([(0, 3)], [indices(*planned)])
-    (yielded_hash,) = sample_hashes([(0, 3)], [indices(*yielded)]) if yielded else (0,)
+    planned_hash, yielded_hash = (sample_hash(0, 3, indices(*each)) for each in (planned, yielded))
     report = ReportSums(ALONE)
     report.begin(3, expect(Count(len(planned), 0, 0, planned_hash), 1))
     report.add(

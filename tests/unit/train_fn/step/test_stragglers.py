@@ -27,12 +27,16 @@ CPU = torch.device("cpu")
 class Watched:
     """A watch over ranks whose times a test sets; its clock goes with the steps."""
 
-    def __init__(self, shares: list[int]) -> None:
+    def __init__(self, shares: list[int], *, by_speed: bool = False) -> None:
         self.now, self.step = 0.0, 0
         self.events: list[tuple[EventKind, dict[str, Any]]] = []
         nodes = [f"node-{rank}" for rank in range(len(shares))]
         self.watch = StragglerWatch(
-            lambda kind, data: self.events.append((kind, data)), nodes, shares, lambda: self.now
+            lambda kind, data: self.events.append((kind, data)),
+            nodes,
+            shares,
+            lambda: self.now,
+            by_speed=by_speed,
         )
 
     def train(self, seconds: float, *own_s: float) -> None:
@@ -86,6 +90,22 @@ def test_a_larger_share_is_no_slowness() -> None:
     ranks.train(60, 0.040, 0.020, 0.021)
     assert ranks.stragglers == []
     assert ranks.times[0]["ranks"][0]["skew"] == pytest.approx(1, rel=0.05)
+
+
+def test_a_rank_whose_slowness_shares_by_speed_make_up_for_is_no_straggler() -> None:
+    """Before and after they follow; but it is one if a single micro-batch holds its peers up."""
+    ranks = Watched([4, 4, 4], by_speed=True)
+    ranks.train(70, 0.04, 0.04, 0.12)
+    ranks.watch.divide_anew([5, 5, 2])
+    ranks.train(70, 0.05, 0.05, 0.06)
+    assert ranks.stragglers == []
+    assert all(rank["skew"] < 1.5 for times in ranks.times for rank in times["ranks"])
+    ranks.watch.divide_anew([6, 5, 1])
+    ranks.train(70, 0.06, 0.05, 0.1)
+    assert ranks.stragglers == [(2, "node-2", True)]
+    equal = Watched([4, 4, 4])
+    equal.train(70, 0.04, 0.04, 0.12)
+    assert equal.stragglers == [(2, "node-2", True)]
 
 
 def test_checkpoints_now_and_then_and_steps_without_times_make_no_straggler() -> None:

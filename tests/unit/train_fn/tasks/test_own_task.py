@@ -12,15 +12,13 @@ import pytest
 import torch
 
 from everstep.code import pack
-from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from service.submission_rules import user_code
 from storage.code import CodeStore
 from storage.errors import StorageNotFound
 from storage.filesystem import Storage, open_storage
-from storage.run_dir import RunDir
 from tests.support.code_archives import TASK, tar_gz
-from tests.support.one_rank import journal_of, one_rank
+from tests.support.one_rank import journal_of
 from tests.support.own_task import LOSS, changed, context, own_node, storage
 from train_fn.errors import BadTask
 from train_fn.loop.attempt import train
@@ -149,32 +147,6 @@ OPTIONAL = """
     def on_epoch_end(self, model, epoch, metrics):
         print("epoch", epoch, sorted(metrics), torch.is_grad_enabled())
 """
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2, None])
-def test_passes_are_seeded_where_they_may_draw(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropout: float | None
-) -> None:
-    """Everstep's own models draw in every pass or in none; of a user's (None) nobody knows what it
-    does at a later step."""
-    seeded: list[int] = []
-    monkeypatch.setattr(
-        "train_fn.loop.passes.seed_micro_batch",
-        lambda seed, step, *rest, torch_alone: seeded.append(step),
-    )
-    if dropout is None:
-        ctx = context(storage, TASK, train={"max_steps": 3})
-    else:
-        model = {"name": "mini_resnet", "args": {"width": 4, "num_stages": 1, "dropout": dropout}}
-        task = {"name": "image_classification", "model": model, "data": {"name": "digits"}}
-        train_spec = {"global_batch_size": 16, "micro_batch_size": 16, "max_steps": 3}
-        spec = RunSpec.model_validate({"name": "own", "task": task, "train": train_spec})
-        ctx = one_rank(spec, RunDir(storage, "run_own"))
-    with torch.random.fork_rng():
-        assert train(ctx) is None
-    assert set(seeded) == ({0} if dropout == 0 else {0, 1, 2}) and (len(seeded) == 1) == (
-        dropout == 0
-    )
 
 
 def test_what_a_task_may_have_is_used(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
