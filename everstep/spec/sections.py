@@ -137,6 +137,11 @@ class TrainSpec(Frozen):
     """Which runs have the same results, bit for bit. ``world_size``: those with the same number of
     ranks in every step. ``elastic``: all, whatever the number of ranks and its changes, at the cost
     of a few percent of time."""
+    on_out_of_memory: Literal["fail", "smaller"] = "fail"
+    """What follows when a rank runs out of memory while it trains. ``fail`` tries again, and ends
+    the run if that does not help. ``smaller`` goes on with micro-batches of half the size and the
+    same global batch, until it ends: sums round otherwise, BatchNorm sees fewer samples at once,
+    and draws such as dropout's are others."""
     audit_fraction: Share = 0.0
     """Share of the steps in which every rank computes a micro-batch of another rank again, to find
     processors that compute wrongly without an error. 0.001 costs about 0.1 % of time; 0 audits
@@ -207,6 +212,21 @@ class TrainSpec(Frozen):
                     "needed": str(needed).lower(),
                 },
             )
+        return value
+
+    @field_validator("on_out_of_memory")
+    @classmethod
+    def _knows_smaller_batches(cls, value: str, info: ValidationInfo) -> str:
+        """Refuse to halve micro-batches on which the run's bits or its order of samples depend."""
+        for name, found in (("exactness", "elastic"), ("batch_by", "tokens")):
+            if value == "smaller" and info.data.get(name) == found:
+                raise PydanticCustomError(
+                    "not_smaller",
+                    "is smaller, and {name} is {found}, which depends on the size of micro-batches "
+                    "from the run's first step on. Set on_out_of_memory to fail and a smaller "
+                    "micro_batch_size, or leave {name} out",
+                    {"name": name, "found": found},
+                )
         return value
 
     @field_validator("sharding")

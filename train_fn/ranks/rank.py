@@ -183,7 +183,7 @@ def _context(
 ) -> WorkerContext:
     """Return the rank's place in its attempt."""
     return WorkerContext(
-        spec=job.spec,
+        spec=job.spec.with_micro_batch_size(launch.micro_batch_size),
         run_dir=job.run_dir,
         submission=job.submission,
         attempt=launch.attempt,

@@ -153,6 +153,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             backoff_max_s=self._settings.backoff_max_s,
             checkpoint=self._spec.checkpoint,
             dispensable=self._sizes.dispensable,
+            micro_batch_size=self._size_to_halve() if running else None,
         )
         self._attempt_log.failed(evidence, judgement, self._decision)
         if self._decision.leave_out is not None:
@@ -164,6 +165,12 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             self._keep_hosts(reports)
         self._sizes.back_off(max(self._decision.backoff_s, 0.0 if running else _RELEASE_S))
         return FailureDecision.RETRY if self._decision.restart else FailureDecision.RAISE
+
+    def _size_to_halve(self) -> int | None:
+        """Return the present size of micro-batches; None if they may not become smaller."""
+        if self._spec.train.on_out_of_memory != "smaller":
+            return None
+        return self._attempt_log.micro_batch_size or self._spec.micro_batch_size
 
     def _reports(self, running: bool) -> tuple[RankReport, ...]:
         """Return a report on each rank: of the group that trained, or of one whose start failed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.wire import Failure
-from everstep.wire.events import EventKind
+from everstep.wire.events import MICRO_BATCH_SIZE, EventKind
 from storage.logs.journal import JournalEvent, journal_events
 from storage.run_dir import RunDir
 from train_fn.recovery.decision import PastFailure
@@ -54,6 +54,13 @@ class History:
     """Damage of journals that no driver has reported yet, as data of ``journal_damaged`` events."""
     moved_at: float | None = None
     """When training last made progress, in unix seconds."""
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Return the samples per forward pass that the run has had memory for; None if nothing
+        speaks against those of its spec."""
+        sizes = (failure.micro_batch_size for failure in reversed(self.failures))
+        return next((size for size in sizes if size is not None), None)
 
     @property
     def steps_done(self) -> bool:
@@ -117,7 +124,15 @@ def past_failure(failure: Failure) -> PastFailure:
     signature = failure.evidence.get("signature")
     pairs = from_json(failure.evidence.get("pairs"))
     worked_s = failure.evidence.get("worked_s")
-    return PastFailure(failure.verdict, failure.step, signature, failure.node_id, pairs, worked_s)
+    return PastFailure(
+        failure.verdict,
+        failure.step,
+        signature,
+        failure.node_id,
+        pairs,
+        worked_s,
+        failure.evidence.get(MICRO_BATCH_SIZE),
+    )
 
 
 def read_history(run_dir: RunDir) -> History:

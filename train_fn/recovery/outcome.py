@@ -7,6 +7,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from everstep.wire import Failure, ReasonCode
+from everstep.wire.events import MICRO_BATCH_SIZE
 from storage.run_control import Stop
 from train_fn.recovery.decision import Decision
 from train_fn.recovery.evidence import Evidence
@@ -115,6 +116,7 @@ def failure_of(
 ) -> Failure:
     """Return the failure for its event. The cost of the recovery is null: the ``recovered`` event
     reports it."""
+    smaller = decision.micro_batch_size
     return Failure(
         at=datetime.fromtimestamp(evidence.noticed_at, UTC),
         attempt=evidence.attempt,
@@ -123,7 +125,7 @@ def failure_of(
         node_id=judgement.node_id,
         step=judgement.step,
         exception=judgement.exception,
-        evidence=judgement.detail,
+        evidence=judgement.detail | ({MICRO_BATCH_SIZE: smaller} if smaller is not None else {}),
         action=decision.action,
         budget=decision.budget,
         steps_lost=None,

@@ -76,6 +76,7 @@ class GroupFactory:
                 self._attempt_log.last_step(()) if self._engine.job.spec.runs_script else None
             ),
             silent_peer_s=self._engine.settings.silent_peer_s,
+            micro_batch_size=self._attempt_log.micro_batch_size,
         )
 
     def _new_group(
