@@ -42,13 +42,11 @@ from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.session.report import Reporter
 from train_fn.session.speed import SAMPLES_ALONE, Speed
 from train_fn.snapshots.keeper import Adopt, Exchange, Remains, Restored, StateKeeper
-from train_fn.snapshots.leaving import OVERHEAD_BYTES
 from train_fn.snapshots.pieces import PieceKeeper
 from train_fn.snapshots.restore import find_newest
 from train_fn.snapshots.store import snapshot_store
 from train_fn.snapshots.whole import WholeKeeper
 from train_fn.state.run_state import RunState
-from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.nccl import fails_by_itself
 from train_fn.step.peers import Peers, end_process_group
 
@@ -102,9 +100,7 @@ class Session:
             restored, found = find_newest(ctx, self.peers, state, adopt_origin, keeper)
             self.restored = restored
             before_load(restored)
-            is_mapped = restored.source == "snapshot" and found is not None
-            found = keeper.spread(restored, found)
-            state.load_state_dict(found, gives_memory=not is_mapped or may_stay(ctx, found))
+            state.load_state_dict(keeper.spread(restored, found), gives_memory=True)
             state.begun_at = state.step
             snapshot_store(ctx).remove_after(state.step)
         except BaseException:
@@ -308,12 +304,6 @@ def claim(ctx: WorkerContext) -> None:
     why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
     if why is not None:
         raise Replaced(why)
-
-
-def may_stay(ctx: WorkerContext, state: dict[str, Any]) -> bool:
-    """Return whether the file of a snapshot may fill shared memory for as long as this rank lives:
-    two newer states fit beside it."""
-    return snapshot_store(ctx).free_bytes() >= 2 * size_bytes(state) + OVERHEAD_BYTES
 
 
 # ---------------------------------------------------------------- leave

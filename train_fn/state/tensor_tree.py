@@ -7,30 +7,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import os
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from train_fn.errors import BadTask
 from train_fn.step.fingerprints import word_sum
 
-PIECE_BYTES = 4 << 20
-"""Pieces of about this size are copied in parallel. A state smaller than two pieces is copied by
-one thread."""
-COPY_THREADS = 4
-"""Limit on copying threads. More would not help, since they saturate the memory bandwidth."""
 _WORTH_IT = 1 << 20
-"""Bytes from which it pays to take a tensor's memory ahead, or to take over that of another."""
+"""Bytes from which it pays to take a tensor's memory ahead."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 _FIXED = frozenset({*_PLAIN, type(None), torch.dtype, torch.device})
 
@@ -235,52 +225,14 @@ def _plain(value: Any) -> Any:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each source to its target. CUDA copies are queued on the stream. CPU copies block
-    training, so several threads make them if torch uses only one."""
-    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+    """Copy each source to its target. CUDA copies are queued on the stream."""
+    on_host = [pair for pair in pairs if not pair[1].is_cuda]
     for target, source in pairs:
         if source.is_cuda:
             target.copy_(source, non_blocking=True)
-        elif source.nbytes > PIECE_BYTES and source.is_contiguous() and target.is_contiguous():
-            num_elements = PIECE_BYTES // source.element_size()
-            pieces += zip(
-                torch.split(target.view(-1), num_elements),
-                torch.split(source.view(-1), num_elements),
-                strict=True,
-            )
-        else:
-            pieces.append((target, source))
-    num_bytes = sum(source.nbytes for _, source in pieces)
-    num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
-    num_threads = min(COPY_THREADS, num_cpus, num_bytes // PIECE_BYTES)
-    if num_threads < 2 or torch.get_num_threads() > 1:
-        _copy_pieces(pieces)
-    else:
-        list(_threads().map(_copy_pieces, _shares(pieces, num_threads)))
-
-
-def _copy_pieces(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pieces:
-        targets, sources = zip(*pieces, strict=True)
+    if on_host:
+        targets, sources = zip(*on_host, strict=True)
         torch._foreach_copy_(targets, sources)
-
-
-def _shares(
-    pieces: list[tuple[torch.Tensor, torch.Tensor]], num_threads: int
-) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return the pieces in ``num_threads`` parts of about the same size."""
-    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_threads)]
-    sizes = [0] * num_threads
-    for piece in pieces:
-        least = sizes.index(min(sizes))
-        parts[least].append(piece)
-        sizes[least] += piece[1].numel() * piece[1].element_size()
-    return parts
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(COPY_THREADS, "state-copy")
 
 
 def take_apart(tree: Any, tensors: list[torch.Tensor]) -> Any:
@@ -349,6 +301,19 @@ def size_bytes(tree: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def owned(tree: Any) -> Any:
+    """Return a copy of ``tree``, as ``copy_to_cpu`` does, but with those of its tensors on the CPU
+    that have memory of their own. Mapped files and parts of larger memory are copied."""
+
+    def place(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_alone = tensor.is_cpu and storage.resizable() and storage.nbytes() == tensor.nbytes
+        found: torch.Tensor = tensor if is_alone else copy_to_cpu(tensor)
+        return found
+
+    return _kept(tree, None, place)
+
+
 def of_own_types(value: Any, own: Any) -> Any:
     """Return ``value`` with the kinds of dicts that ``own`` has: a saved state has plain ones, and
     a scheduler may need its Counter."""
@@ -411,75 +376,3 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}/{position}")
     else:
         yield path, tree
-
-
-# ---------------------------------------------------------------- shared memory
-
-# Let a model take over the memory of a restored state, in place of a copy.
-#
-# To copy a large state into memory that a new process has not used yet takes longer than to read
-# it.
-
-
-def adopt(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Let frozen parameters of ``model`` take over the memory of the tensors of their names.
-    Loading ``saved`` then copies nothing into them.
-
-    Only those that nothing else shares memory with: a view, or an array, would go on to show what
-    was there before. One that is trained is written at each step, and would have its pages copied
-    then, one by one.
-    """
-    own = dict(model.named_parameters(remove_duplicate=False))
-    names = Counter(map(id, own.values()))
-    for name, value in model.state_dict(keep_vars=True).items():
-        parameter = own.get(name)
-        if (
-            parameter is value
-            and name in saved
-            and names[id(parameter)] == 1
-            and _may_take_over(parameter, saved[name])
-        ):
-            parameter.data = saved[name]
-
-
-def owned(tree: Any) -> Any:
-    """Return a copy of ``tree``, as ``copy_to_cpu`` does, but with those of its tensors on the CPU
-    that have memory of their own. Mapped files and parts of larger memory are copied."""
-
-    def place(tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        is_alone = tensor.is_cpu and storage.resizable() and storage.nbytes() == tensor.nbytes
-        found: torch.Tensor = tensor if is_alone else copy_to_cpu(tensor)
-        return found
-
-    return _kept(tree, None, place)
-
-
-def _may_take_over(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    return (
-        type(parameter) is nn.Parameter
-        and type(value) is torch.Tensor
-        and not parameter.requires_grad
-        and parameter.nbytes >= _WORTH_IT
-        and (parameter.shape, parameter.dtype, parameter.device, parameter.stride())
-        == (value.shape, value.dtype, value.device, value.stride())
-        and value.is_cpu
-        and _has_memory_alone(parameter)
-        and value.untyped_storage().nbytes() == value.nbytes
-    )
-
-
-def _has_memory_alone(parameter: nn.Parameter) -> bool:
-    """Whether as many use its memory as that of a new parameter."""
-    new = nn.Parameter(torch.empty(1), requires_grad=False)
-    return parameter.untyped_storage().nbytes() == parameter.nbytes and (
-        _users(parameter) == _users(new) != (0, 0)
-    )
-
-
-def _users(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return how many tensors and how many Python objects hold its memory; zeros where this torch
-    does not tell."""
-    storage = parameter.untyped_storage()
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return (count(storage._cdata), sys.getrefcount(storage)) if count else (0, 0)

@@ -20,7 +20,7 @@ from train_fn.state.optim import Ema, Optimizers, Packer, match_layout, unpacked
 from train_fn.state.pieces import weights_in
 from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
-from train_fn.state.tensor_tree import adopt, copy_to_cpu, of_own_types, owned
+from train_fn.state.tensor_tree import copy_to_cpu, of_own_types, owned
 from train_fn.step.precision import BuiltModes
 from train_fn.step.untrained import TensorPlace, copy_all, is_alike, untrained_places
 from train_fn.tasks.protocol import Task, where
@@ -193,8 +193,8 @@ class TrainState(RunState):
         """Load a state. ``state`` is copied and not changed.
 
         Args:
-            gives_memory: whether large frozen parameters, and the optimizer, may take over the
-                memory of theirs in ``state``, which the caller does not use afterwards.
+            gives_memory: whether the optimizer may take over the memory of its values in
+                ``state``, which the caller does not use afterwards.
 
         Raises:
             DataChanged: it was trained on other data.
@@ -217,8 +217,6 @@ class TrainState(RunState):
         if self.shards is not None:
             self.shards.load(self.optimizer, state)
         else:
-            if gives_memory:
-                adopt(self.model, state["model"])
             self._load_weights(state)
             # Optimizer.load_state_dict keeps references to the tensors that it is given.
             saved = owned(state["optimizer"]) if gives_memory else copy_to_cpu(state["optimizer"])

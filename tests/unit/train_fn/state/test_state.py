@@ -21,7 +21,6 @@ from torch import nn
 from train_fn.errors import BadTask, DataChanged
 from train_fn.samples.ledger import Count
 from train_fn.snapshots.store import Label, SnapshotStore
-from train_fn.state import tensor_tree
 from train_fn.state.optim import Ema
 from train_fn.state.run_state import BestSoFar
 from train_fn.state.tensor_tree import copy_to_cpu, digest, take_apart
@@ -257,13 +256,7 @@ def test_a_replaced_submission_neither_sees_nor_removes_what_its_successor_keeps
     assert successor.read(kept)["step"] == 1
 
 
-@pytest.mark.parametrize("torch_threads", [1, 4])
-def test_a_large_state_is_copied_by_several_threads_to_the_same_bits(
-    torch_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_tree.torch, "get_num_threads", lambda: torch_threads)
-    monkeypatch.setattr(tensor_tree, "PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(tensor_tree.os, "sched_getaffinity", lambda _: range(3))
+def test_a_copy_uses_memory_of_an_earlier_one_and_has_the_same_bits() -> None:
     odd = torch.randn(70_001)
     tree = {
         "odd": odd,
