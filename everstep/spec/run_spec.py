@@ -323,13 +323,6 @@ class RunSpec(Frozen):
         """Return the micro-batch size, with ``auto`` resolved."""
         return _micro_batch_size(self.train, self.scaling)
 
-    def with_micro_batch_size(self, size: int | None) -> RunSpec:
-        """Return the spec with micro-batches of that size; None changes nothing."""
-        if size is None:
-            return self
-        train = self.train.model_copy(update={"micro_batch_size": size})
-        return self.model_copy(update={"train": train})
-
 
 def origin_of(resume_from: ResumeFrom | None, replay: ReplaySpec | None) -> ResumeFrom | None:
     """Return the checkpoint of another run from which a run begins. A replay begins as its original

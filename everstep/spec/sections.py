@@ -109,6 +109,9 @@ _UNSHARDED: tuple[tuple[str, Any, str], ...] = (
 )
 """Fields of ``train``, what they must be if the model is sharded, and what to do."""
 
+_SAME_BITS = (("audit_fraction", 0), ("exactness", "world_size"))
+"""Fields of ``train`` that need kernels of the same bits, and what they are if they do not."""
+
 
 class TrainSpec(Frozen):
     epochs: PositiveInt = 1
@@ -138,10 +141,9 @@ class TrainSpec(Frozen):
     ranks in every step. ``elastic``: all, whatever the number of ranks and its changes, at the cost
     of a few percent of time."""
     on_out_of_memory: Literal["fail", "smaller"] = "fail"
-    """What follows when a rank runs out of memory while it trains. ``fail`` tries again, and ends
-    the run if that does not help. ``smaller`` goes on with micro-batches of half the size and the
-    same global batch, until it ends: sums round otherwise, BatchNorm sees fewer samples at once,
-    and draws such as dropout's are others."""
+    """What follows when a rank runs out of memory while it trains. ``fail`` ends the run if it does
+    so again. ``smaller`` goes on with micro-batches of half the size and the same global batch:
+    sums round otherwise, BatchNorm sees fewer samples at once, dropout draws others."""
     audit_fraction: Share = 0.0
     """Share of the steps in which every rank computes a micro-batch of another rank again, to find
     processors that compute wrongly without an error. 0.001 costs about 0.1 % of time; 0 audits
@@ -189,29 +191,21 @@ class TrainSpec(Frozen):
         needed = info.field_name != "compile"
         if value is needed or value == "auto":
             return value
-        if fraction := info.data.get("audit_fraction"):
-            raise PydanticCustomError(
-                "not_audited",
-                "{field} is {value}, and audit_fraction {fraction} needs {needed}: kernels must "
-                "compute the same bits on all ranks. Leave {field} out, or set audit_fraction to 0",
-                {
-                    "field": info.field_name,
-                    "value": str(value).lower(),
-                    "fraction": fraction,
-                    "needed": str(needed).lower(),
-                },
-            )
-        if info.data.get("exactness") == "elastic":
-            raise PydanticCustomError(
-                "not_elastic",
-                "{field} is {value}, and exactness elastic needs {needed}: kernels must compute "
-                "the same bits in every attempt. Leave {field} out, or set exactness to world_size",
-                {
-                    "field": info.field_name,
-                    "value": str(value).lower(),
-                    "needed": str(needed).lower(),
-                },
-            )
+        for name, default in _SAME_BITS:
+            if (found := info.data.get(name, default)) != default:
+                raise PydanticCustomError(
+                    "other_bits",
+                    "{field} is {value}, and {name} {found} needs {needed}: kernels must compute "
+                    "the same bits on all ranks. Leave {field} out, or set {name} to {default}",
+                    {
+                        "field": info.field_name,
+                        "value": str(value).lower(),
+                        "name": name,
+                        "found": found,
+                        "needed": str(needed).lower(),
+                        "default": default,
+                    },
+                )
         return value
 
     @field_validator("on_out_of_memory")
@@ -222,9 +216,8 @@ class TrainSpec(Frozen):
             if value == "smaller" and info.data.get(name) == found:
                 raise PydanticCustomError(
                     "not_smaller",
-                    "is smaller, and {name} is {found}, which depends on the size of micro-batches "
-                    "from the run's first step on. Set on_out_of_memory to fail and a smaller "
-                    "micro_batch_size, or leave {name} out",
+                    "is smaller, and {name} is {found}, which needs one size of micro-batches for "
+                    "the whole run. Set a smaller micro_batch_size, or leave {name} out",
                     {"name": name, "found": found},
                 )
         return value
