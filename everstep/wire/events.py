@@ -188,9 +188,6 @@ GPU_FAULTY = "its GPU is faulty: "
 """In the message of a failure of kind ``device``, if the node shows a fault of the hardware. The
 faults follow."""
 
-MICRO_BATCH_SIZE = "next_micro_batch_size"
-"""In the evidence of a failure: samples per forward pass after it, if they became fewer."""
-
 OWN_FILES = "own_files"
 """Source of a ``restored`` event of a script that goes on from files that it wrote itself."""
 REPORTS = "reports"

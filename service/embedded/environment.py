@@ -9,7 +9,6 @@ from pathlib import Path
 
 from everstep.options.serve import SECRET_VARIABLES
 from service.embedded.processes import CLUSTER_DIR_VARIABLE
-from service.embedded.worker_start import FORKS_DRIVERS_VARIABLE
 
 _HOST_MODULES = (
     "ray.train.v2._internal.execution.worker_group.worker",
@@ -43,7 +42,6 @@ PRELOADED_MODULES = tuple(
 """The imports of the fork server: those of all its workers."""
 
 HEAD_VARIABLES = {
-    FORKS_DRIVERS_VARIABLE: "1",
     "RAY_preload_python_modules": ",".join(_CONTROLLER_MODULES),
     # Ray starts as many processes at a time as a node has CPUs, and the head offers none.
     "RAY_worker_maximum_startup_concurrency": "4",

@@ -29,9 +29,6 @@ from typing import Any, NoReturn
 
 FORK_SERVER_VARIABLE = "EVERSTEP_FORK_SERVER"
 """Path of the fork server's socket, in the raylet's environment."""
-FORKS_DRIVERS_VARIABLE = "EVERSTEP_FORKS_DRIVERS"
-"""Set in the head's environment if its fork server takes drivers, too. That of a cluster which an
-older version started does not."""
 MODULE_FLAG = "--module="
 DRIVER = ("python", "-S", __file__, f"{MODULE_FLAG}train_fn.driver")
 """The command of a job on the embedded cluster. ``-S`` saves the time of looking for packages."""
@@ -125,7 +122,7 @@ def start_driver(module: str, arguments: list[str]) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     address = os.environ.get(FORK_SERVER_VARIABLE)
     answer = None
-    if address and os.environ.get(FORKS_DRIVERS_VARIABLE):
+    if address:
         request = {**_request([module, *arguments], dict(os.environ)), "module": module}
         answer = request_fork(request, address, (0, 1, 2, os.pidfd_open(os.getpid())))
     if answer is None:

@@ -42,7 +42,7 @@ def require_fits(spec: RunSpec, task: Task, model: nn.Module, train_set: Any) ->
     problems = {
         f"train.micro_batch_size is {train.micro_batch_size}, but {source} gets a rank's whole "
         "share of the global batch. Leave it out, and cut the batch in training_step": (
-            train.micro_batch_size != "auto"
+            train.micro_batch_size != "auto" and spec.replay is None
         ),
         f"train.on_out_of_memory is smaller, but {source} gets a rank's whole share of the global "
         "batch. Set it to fail, and cut the batch in training_step": (

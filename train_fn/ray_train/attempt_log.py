@@ -17,7 +17,7 @@ from train_fn.ray_train.ray_internals import Worker
 from train_fn.recovery.decision import Decision, PastFailure
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.hang import Phase
-from train_fn.recovery.history import History, past_failure
+from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import Engine, RecoveryNote
 from train_fn.recovery.outcome import failure_of, unfinished
 from train_fn.recovery.verdict import Judgement
@@ -90,11 +90,6 @@ class AttemptLog:
             self.journal.ask(_ASK_S)
             last_step = self.journal.last_step
         self.journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": last_step})
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        """As of ``History``, for the next attempt."""
-        return History(failures=tuple(self.failures)).micro_batch_size
 
     @property
     def has_stepped(self) -> bool:

@@ -457,6 +457,8 @@ BUDGET_OF = {
 A preemption, or trouble of the control plane or the storage, is not the run's fault: it is retried
 ``OUTSIDE_LIMIT`` times."""
 
+MICRO_BATCH_SIZE = "next_micro_batch_size"
+"""In the evidence of a failure: samples per forward pass after it, if they became fewer."""
 SCRIPT_PROGRESS_S = 300.0
 """A script that reports no steps is taken to make progress once it has run for so many seconds."""
 
@@ -482,6 +484,12 @@ class PastFailure:
             judgement.step,
             judgement.signature,
         )
+
+
+def micro_batch_size_after(failures: Sequence[PastFailure]) -> int | None:
+    """Return the samples per forward pass that the run has memory for; None for its spec's."""
+    sizes = (failure.micro_batch_size for failure in reversed(failures))
+    return next((size for size in sizes if size is not None), None)
 
 
 def budget_of(verdict: Verdict) -> str:

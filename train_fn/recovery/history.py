@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.wire import Failure
-from everstep.wire.events import MICRO_BATCH_SIZE, EventKind
+from everstep.wire.events import EventKind
 from storage.logs.journal import JournalEvent, journal_events
 from storage.run_dir import RunDir
-from train_fn.recovery.decision import PastFailure
+from train_fn.recovery.decision import MICRO_BATCH_SIZE, PastFailure
 from train_fn.recovery.hang import moved_at
 from train_fn.recovery.links import from_json
 
@@ -54,13 +54,6 @@ class History:
     """Damage of journals that no driver has reported yet, as data of ``journal_damaged`` events."""
     moved_at: float | None = None
     """When training last made progress, in unix seconds."""
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        """Return the samples per forward pass that the run has had memory for; None if nothing
-        speaks against those of its spec."""
-        sizes = (failure.micro_batch_size for failure in reversed(self.failures))
-        return next((size for size in sizes if size is not None), None)
 
     @property
     def steps_done(self) -> bool:
@@ -121,17 +114,15 @@ class History:
 
 def past_failure(failure: Failure) -> PastFailure:
     """Return the part of a failure that later decisions need."""
-    signature = failure.evidence.get("signature")
-    pairs = from_json(failure.evidence.get("pairs"))
-    worked_s = failure.evidence.get("worked_s")
+    evidence = failure.evidence
     return PastFailure(
         failure.verdict,
         failure.step,
-        signature,
+        evidence.get("signature"),
         failure.node_id,
-        pairs,
-        worked_s,
-        failure.evidence.get(MICRO_BATCH_SIZE),
+        from_json(evidence.get("pairs")),
+        evidence.get("worked_s"),
+        evidence.get(MICRO_BATCH_SIZE),
     )
 
 

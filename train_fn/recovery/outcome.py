@@ -7,9 +7,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from everstep.wire import Failure, ReasonCode
-from everstep.wire.events import MICRO_BATCH_SIZE
 from storage.run_control import Stop
-from train_fn.recovery.decision import Decision
+from train_fn.recovery.decision import MICRO_BATCH_SIZE, Decision
 from train_fn.recovery.evidence import Evidence
 from train_fn.recovery.launch import ControllerOutcome
 from train_fn.recovery.verdict import Judgement

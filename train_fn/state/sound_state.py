@@ -103,8 +103,7 @@ class Numerics:
     kernels: str
     """What is known to decide between kernels (``node.kernels``)."""
     micro_batch_size: int | None = None
-    """Samples of the run's micro-batches, the first of which it is; None in states of earlier
-    versions."""
+    """Samples of a micro-batch of that attempt; None in states of earlier versions."""
 
     def differences(self, other: Numerics) -> list[str]:
         """Return what ``other`` computed differently, in words; nothing if all is equal. Gradients

@@ -22,7 +22,7 @@ from everstep.wire.drills import (
     RankStack,
     StackReport,
 )
-from everstep.wire.events import MICRO_BATCH_SIZE, OWN_FILES, EventKind
+from everstep.wire.events import OWN_FILES, EventKind
 from service.model.rows import EventRow, to_time
 from service.model.run_rows import RunRow
 
@@ -309,22 +309,10 @@ class Stretch:
     end: int
     world_size: int
     micro_batch_size: int | None = None
-    """None: that of the spec."""
 
     def meets(self, begin: int, end: int) -> bool:
         """Return whether any of the steps after ``begin``, up to ``end``, is one of these."""
         return max(self.begin, begin) < min(self.end, end)
-
-
-def smaller_batches(events: Iterable[EventRow]) -> dict[int, int]:
-    """Return the size of micro-batches, by attempt, of those that the spec's were too large for."""
-    found, size = {}, None
-    for event in events:
-        if event.kind == EventKind.FAILURE:
-            size = event.data["evidence"].get(MICRO_BATCH_SIZE) or size
-        elif event.kind == EventKind.ATTEMPT_STARTED and size is not None:
-            found[event.attempt] = int(size)
-    return found
 
 
 def stretches(
@@ -335,7 +323,7 @@ def stretches(
 
     Args:
         last_step: steps done in the lineage.
-        sizes: as of ``smaller_batches``.
+        sizes: of micro-batches, by attempt.
     """
     found: list[Stretch] = []
     for attempt in attempts:
@@ -352,9 +340,10 @@ def stretches(
 
 def words(found: Sequence[Stretch]) -> str:
     """Return stretches in words."""
+    differ = len({each.micro_batch_size for each in found}) > 1
     return ", ".join(
         f"steps {each.begin + 1} to {each.end} by {count(each.world_size, 'rank')}"
-        + (f" with micro-batches of {each.micro_batch_size}" if each.micro_batch_size else "")
+        + (f" with micro-batches of {each.micro_batch_size}" if differ else "")
         for each in found
     )
 

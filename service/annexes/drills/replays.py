@@ -9,19 +9,15 @@ from fastapi import Response
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Page, Run
+from everstep.wire.events import EventKind
 from everstep.wire.run import ReplayRequest
-from service.annexes.drills.history import (
-    Stretch,
-    begun_at,
-    smaller_batches,
-    stretches,
-    words,
-)
+from service.annexes.drills.history import Stretch, begun_at, stretches, words
 from service.api.answers import as_json
 from service.api.auth import Caller, ControlledRun, VisibleRun
 from service.api.bodies import ApiRouter, Parsed, example
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
+from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.projections import attempts
 from service.runs.routes import run_answers
@@ -77,10 +73,7 @@ def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> d
         raw["resume_from"] = None
     # ``auto`` depends on the number of ranks, and decides the order in which gradients are summed.
     of_steps = next((each.micro_batch_size for each in met), None)
-    raw["train"] |= {
-        "micro_batch_size": of_steps or spec.micro_batch_size,
-        "on_out_of_memory": "fail",  # smaller ones would give other bits
-    }
+    raw["train"]["micro_batch_size"] = of_steps or spec.micro_batch_size
     raw["scaling"] |= {"min_workers": workers, "max_workers": workers}
     raw["notify"] = None
     return raw
@@ -90,7 +83,14 @@ async def trained_by(context: ApiContext, run: RunRow) -> list[Stretch]:
     """Return which steps of a run were trained by how many ranks, and how."""
     events = await context.database_call(context.events.of_kinds, run.id, attempts.ATTEMPT_KINDS)
     made = await context.folded(attempts.attempts, events)
-    return stretches(made, run.step, await context.folded(smaller_batches, events))
+    if run.spec["train"].get("on_out_of_memory") != "smaller":
+        return stretches(made, run.step)
+    return stretches(made, run.step, await context.folded(_micro_batch_sizes, events))
+
+
+def _micro_batch_sizes(events: list[EventRow]) -> dict[int, int]:
+    begun = (each for each in events if each.kind == EventKind.TRAINING_STARTED)
+    return {each.attempt: int(each.data["micro_batch_size"]) for each in begun}
 
 
 async def check_replay(context: ApiContext, spec: RunSpec) -> None:
@@ -122,6 +122,7 @@ def _check_size(spec: RunSpec, run: RunRow, trained: list[Stretch]) -> None:
         return  # any number of ranks gives the same bits
     met = [each for each in trained if each.meets(spec.replay.from_step, spec.replay.to_step)]
     ways = {(each.world_size, each.micro_batch_size) for each in met}
+    of_spec = (None, RunSpec.model_validate(run.spec).micro_batch_size)
     why = (
         "Ranks of another number, or micro-batches of another size, sum gradients in another "
         "order, so only the same give the same bits"
@@ -132,10 +133,10 @@ def _check_size(spec: RunSpec, run: RunRow, trained: list[Stretch]) -> None:
             f"these steps of run {run.id} were trained in several ways: {words(met)}. {why}: "
             "replay each of these ranges by itself",
         )
-    needed: dict[tuple[str, str], Any] = {("train", "on_out_of_memory"): "fail"}
+    needed: dict[tuple[str, str], int] = {}
     for size, micro_batch_size in ways:
         needed |= {("scaling", "max_workers"): size, ("scaling", "min_workers"): size}
-        if micro_batch_size is not None:
+        if micro_batch_size not in of_spec:  # else a change on purpose is compared
             needed["train", "micro_batch_size"] = micro_batch_size
     for (section, field), value in needed.items():
         if getattr(getattr(spec, section), field) != value:

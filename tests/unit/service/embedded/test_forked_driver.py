@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from service.embedded import worker_start
-from service.embedded.worker_start import FORK_SERVER_VARIABLE, FORKS_DRIVERS_VARIABLE
+from service.embedded.worker_start import FORK_SERVER_VARIABLE
 from tests.support.fork_server_process import ForkServerProcess
 from tests.support.service_process import has_ended, wait_for
 
@@ -68,7 +68,7 @@ class Job:
                 str(self.out),
                 *arguments,
             ],
-            env={**os.environ, **variables, FORKS_DRIVERS_VARIABLE: "1", "A": "1"},
+            env={**os.environ, **variables, "A": "1"},
             cwd=directory,
             stdout=subprocess.PIPE,
             text=True,

@@ -14,7 +14,13 @@ from everstep.text import failure as failure_words
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from everstep.wire.events import EventKind
 from storage.logs.journal import JournalEvent
-from train_fn.recovery.decision import Decision, PastFailure, decide, failures_in_a_row
+from train_fn.recovery.decision import (
+    Decision,
+    PastFailure,
+    decide,
+    failures_in_a_row,
+    micro_batch_size_after,
+)
 from train_fn.recovery.evidence import VERDICT_OF_KIND, Evidence, RankError, RankReport
 from train_fn.recovery.history import History
 from train_fn.recovery.outcome import failure_of
@@ -101,7 +107,6 @@ def after(past: tuple[PastFailure, ...], found: Evidence, decision: Decision) ->
 def test_micro_batches_become_smaller_by_want_of_memory_alone_and_never_empty(
     size: int, failures: list[tuple[ErrorKind | None, int]]
 ) -> None:
-    """Over submissions, as the next one reads it from the journals."""
     history = History()
     for kind, step in failures:
         found = evidence(kind, step=step)
@@ -109,7 +114,7 @@ def test_micro_batches_become_smaller_by_want_of_memory_alone_and_never_empty(
         if not decision.restart:
             return
         history = after(history.failures, found, decision)
-        left = history.micro_batch_size or size
+        left = micro_batch_size_after(history.failures) or size
         needs = kind is None or VERDICT_OF_KIND[kind] is Verdict.OUT_OF_MEMORY
         assert left == (max(1, size // 2) if needs else size)
         size = left
@@ -119,7 +124,7 @@ def test_want_of_memory_at_one_step_ends_and_halving_counts_as_no_failure() -> N
     history, size, times = History(), 64, 0
     while (decision := decided(evidence(HOST), size, history.failures)).restart:
         history, times = after(history.failures, evidence(HOST), decision), times + 1
-        size = history.micro_batch_size or size
+        size = micro_batch_size_after(history.failures) or size
     assert (size, times) == (1, 6)
     assert failures_in_a_row(judge(evidence(None)), history.failures) == 1
 

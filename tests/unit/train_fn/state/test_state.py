@@ -20,10 +20,11 @@ from torch import nn
 
 from train_fn.errors import BadTask, DataChanged
 from train_fn.samples.ledger import Count
+from train_fn.snapshots.state_file import read_state, write_state
 from train_fn.snapshots.store import Label, SnapshotStore
 from train_fn.state.optim import Ema
 from train_fn.state.run_state import BestSoFar
-from train_fn.state.tensor_tree import copy_to_cpu, digest, take_apart
+from train_fn.state.tensor_tree import copy_to_cpu, digest, owned, take_apart
 from train_fn.state.train_state import TrainState
 
 pytestmark = pytest.mark.own_process
@@ -185,6 +186,19 @@ def test_what_could_not_be_loaded_again_is_refused_by_its_place(value: Any) -> N
         copy_to_cpu({"optimizer": {"state": {0: {"history": value}}}})
 
 
+def test_an_optimizer_takes_values_over_that_have_memory_of_their_own(tmp_path: Path) -> None:
+    """Not those of a mapped file, whose pages each step would copy, nor parts of larger memory."""
+    state = copy_to_cpu(make_state(num_steps=1).state_dict())
+    write_state(path := tmp_path / "state", state)
+    mapped, part, own = read_state(path)[0]["model"], torch.ones(2, 3), torch.ones(4)
+    taken = owned({"own": own, "part": part[0], "mapped": mapped})
+    assert taken["own"] is own and torch.equal(taken["part"], part[0])
+    assert taken["part"].data_ptr() != part.data_ptr()
+    for name, value in mapped.items():
+        assert torch.equal(taken["mapped"][name], value)
+        assert taken["mapped"][name].data_ptr() != value.data_ptr()
+
+
 # ---------------------------------------------------------------- snapshots
 
 
@@ -254,26 +268,3 @@ def test_a_replaced_submission_neither_sees_nor_removes_what_its_successor_keeps
     old.remove_all()
     assert successor.labels() == [kept]
     assert successor.read(kept)["step"] == 1
-
-
-def test_a_copy_uses_memory_of_an_earlier_one_and_has_the_same_bits() -> None:
-    odd = torch.randn(70_001)
-    tree = {
-        "odd": odd,
-        "half": torch.randn(100_000).bfloat16(),
-        "turned": torch.randn(300, 400).t(),
-        "images": torch.randn(8, 3, 64, 64).to(memory_format=torch.channels_last),
-        "counts": [torch.tensor(7), torch.empty(0), torch.arange(90_000)],
-    }
-    first = copy_to_cpu(tree)
-    memory = first["odd"].data_ptr()
-    odd.add_(1)
-    assert not torch.equal(first["odd"], odd)
-    second = copy_to_cpu(tree, first)
-    assert second["odd"].data_ptr() == memory
-    pairs = [(tree[name], second[name]) for name in ("odd", "half", "turned", "images")] + list(
-        zip(tree["counts"], second["counts"], strict=True)
-    )
-    assert all(
-        torch.equal(source, target) and source.dtype == target.dtype for source, target in pairs
-    )
