@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
@@ -188,9 +187,8 @@ class Follower(Generic[Item]):
 
 # ---------------------------------------------------------------- sse
 
-# Parse server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
-
-_LINE_END = re.compile(rb"\r\n|\n|\r")
+# Parse server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) with the
+# ends of lines that a service sends.
 
 
 def messages_of(chunks: Iterable[bytes]) -> Iterator[str]:
@@ -214,21 +212,9 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
     """Yield complete lines without their ends. Each byte is scanned once, so the cost of a huge
     message is linear."""
     pending = list[bytes]()
-    after_cr = False
-    first = True
     for chunk in chunks:
-        if not chunk:
-            continue
-        # second half of a \r\n that was split between two chunks
-        if after_cr and chunk.startswith(b"\n"):
-            chunk = chunk[1:]
-        after_cr = chunk.endswith(b"\r") if chunk else False
-        start = 0
-        for end in _LINE_END.finditer(chunk):
-            pending.append(chunk[start : end.start()])
-            line = b"".join(pending).decode("utf-8", errors="replace")
-            yield line.removeprefix("\ufeff") if first else line
-            first = False
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield b"".join((*pending, end)).decode("utf-8", errors="replace").removesuffix("\r")
             pending.clear()
-            start = end.end()
-        pending.append(chunk[start:])
+        pending.append(rest)

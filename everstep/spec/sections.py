@@ -109,6 +109,9 @@ _UNSHARDED: tuple[tuple[str, Any, str], ...] = (
 )
 """Fields of ``train``, what they must be if the model is sharded, and what to do."""
 
+_SAME_BITS = (("audit_fraction", 0), ("exactness", "world_size"))
+"""Fields of ``train`` that need kernels of the same bits, and what they are if they do not."""
+
 
 class TrainSpec(Frozen):
     epochs: PositiveInt = 1
@@ -137,6 +140,10 @@ class TrainSpec(Frozen):
     """Which runs have the same results, bit for bit. ``world_size``: those with the same number of
     ranks in every step. ``elastic``: all, whatever the number of ranks and its changes, at the cost
     of a few percent of time."""
+    on_out_of_memory: Literal["fail", "smaller"] = "fail"
+    """What follows when a rank runs out of memory while it trains. ``fail`` ends the run if it does
+    so again. ``smaller`` goes on with micro-batches of half the size and the same global batch:
+    sums round otherwise, BatchNorm sees fewer samples at once, dropout draws others."""
     audit_fraction: Share = 0.0
     """Share of the steps in which every rank computes a micro-batch of another rank again, to find
     processors that compute wrongly without an error. 0.001 costs about 0.1 % of time; 0 audits
@@ -184,29 +191,35 @@ class TrainSpec(Frozen):
         needed = info.field_name != "compile"
         if value is needed or value == "auto":
             return value
-        if fraction := info.data.get("audit_fraction"):
-            raise PydanticCustomError(
-                "not_audited",
-                "{field} is {value}, and audit_fraction {fraction} needs {needed}: kernels must "
-                "compute the same bits on all ranks. Leave {field} out, or set audit_fraction to 0",
-                {
-                    "field": info.field_name,
-                    "value": str(value).lower(),
-                    "fraction": fraction,
-                    "needed": str(needed).lower(),
-                },
-            )
-        if info.data.get("exactness") == "elastic":
-            raise PydanticCustomError(
-                "not_elastic",
-                "{field} is {value}, and exactness elastic needs {needed}: kernels must compute "
-                "the same bits in every attempt. Leave {field} out, or set exactness to world_size",
-                {
-                    "field": info.field_name,
-                    "value": str(value).lower(),
-                    "needed": str(needed).lower(),
-                },
-            )
+        for name, default in _SAME_BITS:
+            if (found := info.data.get(name, default)) != default:
+                raise PydanticCustomError(
+                    "other_bits",
+                    "{field} is {value}, and {name} {found} needs {needed}: kernels must compute "
+                    "the same bits on all ranks. Leave {field} out, or set {name} to {default}",
+                    {
+                        "field": info.field_name,
+                        "value": str(value).lower(),
+                        "name": name,
+                        "found": found,
+                        "needed": str(needed).lower(),
+                        "default": default,
+                    },
+                )
+        return value
+
+    @field_validator("on_out_of_memory")
+    @classmethod
+    def _knows_smaller_batches(cls, value: str, info: ValidationInfo) -> str:
+        """Refuse to halve micro-batches on which the run's bits or its order of samples depend."""
+        for name, found in (("exactness", "elastic"), ("batch_by", "tokens")):
+            if value == "smaller" and info.data.get(name) == found:
+                raise PydanticCustomError(
+                    "not_smaller",
+                    "is smaller, and {name} is {found}, which needs one size of micro-batches for "
+                    "the whole run. Set a smaller micro_batch_size, or leave {name} out",
+                    {"name": name, "found": found},
+                )
         return value
 
     @field_validator("sharding")

@@ -27,6 +27,7 @@ ATTEMPT_KINDS: Final = frozenset(
         EventKind.SUBMISSION_STARTED,
         EventKind.ATTEMPT_STARTED,
         EventKind.RESTORED,
+        EventKind.TRAINING_STARTED,
         EventKind.CHECKPOINT_COMMITTED,
         EventKind.FAILURE,
         EventKind.ATTEMPT_ENDED,

@@ -12,13 +12,11 @@ import torch
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
-from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
+from tests.integration.ranks import Job, make_run_dir, train_to_end
 from tests.integration.test_exactness import make_spec
-from tests.integration.test_exactness_failures import errors_of
-from tests.support.small_batches import Normed, Spoilt
+from tests.support.small_batches import Spoilt
 from tests.support.two_groups import only_in_chaos
 from train_fn.loop import build
-from train_fn.recovery.evidence import ErrorKind
 from train_fn.samples.sampler import Sampler
 
 HERE = "tests.integration.test_exactness_small_batches"
@@ -46,10 +44,6 @@ def values() -> list[float]:
     return numbers
 
 
-def normed() -> None:
-    build.build_task = lambda spec: Normed(25)
-
-
 def spoilt() -> None:
     build.build_task = lambda spec: Spoilt(values(), HELD_OUT)
 
@@ -66,22 +60,6 @@ def small_spec(global_batch: int, micro_batch: int, **changes: Any) -> RunSpec:
     return RunSpec.model_validate(
         raw | {"train": train, "optimizer": optimizer, "schedule": {"name": "constant"}}
     )
-
-
-@pytest.mark.parametrize("world_size", [2, *only_in_chaos(1, 3)])
-def test_every_rank_refuses_a_single_sample_for_batch_norm_alike(
-    world_size: int, tmp_path: Path
-) -> None:
-    """25 samples, 8 a step: the epoch's last one has one sample, which is rank 0's."""
-    job = Job(make_run_dir(tmp_path), small_spec(8, 4), world_size, setup=f"{HERE}:normed")
-    outcomes = run_ranks(job, tmp_path)
-    errors = errors_of(outcomes)
-    assert len(errors) == world_size
-    assert {(error.type, error.kind) for error in errors} == {("BadTask", ErrorKind.USER)}
-    [message] = {error.message for error in errors}
-    assert "BatchNorm cannot train on a single sample" in message
-    assert "Set train.global_batch_size to 11" in message
-    assert all(outcome.losses == {} for outcome in outcomes), "refused before the first step"
 
 
 @pytest.mark.parametrize("world_size", [2, *only_in_chaos(1, 3)])

@@ -24,6 +24,7 @@ SHARED = {
         "test_driver.py",
         "test_listening.py",
         "test_own_code.py",
+        "test_out_of_memory.py",
         "test_own_script.py",
         "test_protect_service.py",
     ),

@@ -27,14 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 def require_fits(spec: RunSpec, task: Task, model: nn.Module, train_set: Any) -> None:
-    """Raise BadTask for settings that a task with ``training_step`` does not go with."""
+    """Raise BadTask for settings that a task with ``training_step``, or its data, does not go
+    with."""
+    train, source = spec.train, where(task, METHOD)
+    if train.on_out_of_memory == "smaller" and is_iterable(train_set):
+        raise BadTask(
+            "train.on_out_of_memory is smaller, but the train set of "
+            f"{where(task, 'build_datasets')} is iterable, and its order of samples depends on the "
+            "size of micro-batches. Give it __len__ and __getitem__, or set on_out_of_memory to "
+            "fail and a smaller train.micro_batch_size"
+        )
     if not makes_own_steps(task):
         return
-    train, source = spec.train, where(task, METHOD)
     problems = {
         f"train.micro_batch_size is {train.micro_batch_size}, but {source} gets a rank's whole "
         "share of the global batch. Leave it out, and cut the batch in training_step": (
-            train.micro_batch_size != "auto"
+            train.micro_batch_size != "auto" and spec.replay is None
+        ),
+        f"train.on_out_of_memory is smaller, but {source} gets a rank's whole share of the global "
+        "batch. Set it to fail, and cut the batch in training_step": (
+            train.on_out_of_memory == "smaller"
         ),
         f"train.precision is {train.precision}, but {source} runs the backward passes. Leave it "
         "out, and use torch.autocast in training_step": train.precision != "fp32",

@@ -135,8 +135,8 @@ def _set_order(differs: bool) -> str:
 def check_numerics(
     ctx: WorkerContext, peers: Peers, state: TrainState, mine: Numerics | None
 ) -> None:
-    """Compare every rank's fingerprint with that of the state; in a run's first attempt, with that
-    of rank 0. Report what differs. A collective.
+    """Compare every rank's fingerprint with that of the state; in a run's first attempt, and once
+    micro-batches have become smaller, with that of rank 0. Report what differs. A collective.
 
     Raise NumericsChanged on a rank that differs, and PeersGone on the others, if
     ``train.exactness`` is elastic.
@@ -144,8 +144,9 @@ def check_numerics(
     if mine is None:
         return
     ranks: list[tuple[str, Numerics]] = peers.gather((ctx.node_id, mine))
-    is_first = state.numerics is None
-    expected = Numerics(**state.numerics) if state.numerics is not None else ranks[0][1]
+    known = None if state.numerics is None else Numerics(**state.numerics)
+    is_first = known is None or known.micro_batch_size not in (None, mine.micro_batch_size)
+    expected = ranks[0][1] if known is None or is_first else known
     state.numerics = expected.dump()
     differing = [
         {

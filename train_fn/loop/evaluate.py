@@ -296,7 +296,7 @@ def _measure(
 
 MIN_MICRO_BATCH = 128
 """Smallest micro-batch here. Evaluation keeps no gradients, so its micro-batches may be larger than
-in training."""
+in training: unless these may become smaller, which must help here, too."""
 
 
 def batches_by_index(ctx: WorkerContext, parts: Parts, most: int | None = None) -> Numbered:
@@ -368,7 +368,8 @@ def _size(ctx: WorkerContext, val_set: Any) -> int:
     """Return the samples of a micro-batch."""
     if ctx.spec.train.batch_by == "tokens":
         return max(1, ctx.spec.micro_batch_size // int(lengths_of(val_set, "val").max()))
-    return max(ctx.spec.micro_batch_size, MIN_MICRO_BATCH)
+    is_fixed = ctx.spec.train.on_out_of_memory == "fail"
+    return max(ctx.spec.micro_batch_size, MIN_MICRO_BATCH if is_fixed else 1)
 
 
 # ---------------------------------------------------------------- best

@@ -47,7 +47,7 @@ def join(
 
     Args:
         is_fresh: whether no state is loaded afterwards.
-        begins: whether the run begins here, so that nobody has tried its micro-batches yet.
+        begins: whether nobody may have tried micro-batches of this size yet.
     """
     parts, passes, state = replica.parts, replica.passes, replica.state
     task, sampler = parts.task, parts.sampler
@@ -241,8 +241,13 @@ def _note_numerics(replica: Replica, loss_sum: torch.Tensor) -> None:
     averaged_over = 1 if replica.passes.tree is not None else replica.peers.world_size
     if replica.state.gathered is not None:
         averaged_over = NOT_COMPARED  # of a few rows
-    parameters = replica.parts.trained.parameters
-    replica.parts.numerics = numerics_of(loss_sum.detach(), parameters, averaged_over)
+    parts = replica.parts
+    parts.numerics = numerics_of(
+        loss_sum.detach(),
+        parts.trained.parameters,
+        averaged_over,
+        parts.sampler.micro_batch_size,
+    )
 
 
 def _backward(replica: Replica, loss_sum: torch.Tensor, weight: Sum) -> tuple[float, int]:

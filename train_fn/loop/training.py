@@ -106,7 +106,7 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     progress.phase = "restore"
     session = Session(ctx, replica.state, replica.peers, int(ctx.spec.train.heirs))
     progress.session = session
-    restore(session, replica)
+    restore(session, replica, progress)
     source = session.restored.source
     progress.is_restored = True
     ctx.report_state_bytes(size_bytes(replica.state.state_dict()))
@@ -123,9 +123,9 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     return training
 
 
-def restore(session: Session, replica: Replica) -> None:
+def restore(session: Session, replica: Replica, progress: RankProgress) -> None:
     """Join the peers and restore the newest trustworthy state. On return it is the same on every
-    rank. A collective.
+    rank. Records the first pass in ``progress``. A collective.
 
     Raises:
         DataChanged: the data is not the same on all ranks, or not what the state was trained on.
@@ -144,7 +144,11 @@ def restore(session: Session, replica: Replica) -> None:
             every = parts.every_weight
             built = sketch_weights(state.model, all_of_it=True) if every is None else every
         check_model(peers, source, built, fresh=is_fresh)
-        join(ctx, replica, is_fresh=is_fresh, begins=restored.source in BEGINNINGS)
+        progress.phase = "first_pass"
+        may_be_smaller = ctx.spec.train.on_out_of_memory == "smaller"
+        begins = restored.source in BEGINNINGS or may_be_smaller
+        join(ctx, replica, is_fresh=is_fresh, begins=begins)
+        progress.phase = "restore"
 
     adopt_origin = partial(adopt, into=state, ctx=ctx)
     session.restore(adopt_origin, before_load=meet)

@@ -182,8 +182,12 @@ def _context(
     job: RankJob, place: Position, launch: RankLaunch, journal: RankJournal, outside: Outside
 ) -> WorkerContext:
     """Return the rank's place in its attempt."""
+    spec = job.spec
+    if launch.micro_batch_size is not None:
+        size = {"micro_batch_size": launch.micro_batch_size}
+        spec = spec.model_copy(update={"train": spec.train.model_copy(update=size)})
     return WorkerContext(
-        spec=job.spec,
+        spec=spec,
         run_dir=job.run_dir,
         submission=job.submission,
         attempt=launch.attempt,

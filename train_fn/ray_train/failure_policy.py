@@ -29,7 +29,7 @@ from train_fn.ray_train.ray_internals import (
     WorkerGroupStartupTimeoutError,
 )
 from train_fn.ray_train.scaling import LiveNodes, LiveScalingPolicy
-from train_fn.recovery.decision import Decision, budget_of, decide
+from train_fn.recovery.decision import Decision, budget_of, decide, micro_batch_size_after
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.launch import Engine
 from train_fn.recovery.verdict import Judgement, judge
@@ -152,6 +152,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             backoff_max_s=self._settings.backoff_max_s,
             checkpoint=self._spec.checkpoint,
             dispensable=self._sizes.dispensable,
+            micro_batch_size=self._size_to_halve() if running else None,
         )
         self._attempt_log.failed(evidence, judgement, self._decision)
         if self._decision.leave_out is not None:
@@ -163,6 +164,12 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             self._keep_hosts(reports)
         self._sizes.back_off(max(self._decision.backoff_s, 0.0 if running else _RELEASE_S))
         return FailureDecision.RETRY if self._decision.restart else FailureDecision.RAISE
+
+    def _size_to_halve(self) -> int | None:
+        """Return the size of micro-batches; None if none may be smaller, as a replay's bits."""
+        if self._spec.train.on_out_of_memory != "smaller" or self._spec.replay is not None:
+            return None
+        return micro_batch_size_after(self._attempt_log.failures) or self._spec.micro_batch_size
 
     def _reports(self, running: bool) -> tuple[RankReport, ...]:
         """Return a report on each rank: of the group that trained, or of one whose start failed."""

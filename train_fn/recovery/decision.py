@@ -40,7 +40,7 @@ class Decision:
     paused if ``pause`` is set."""
 
     restart: bool
-    budget: str
+    budget: str | None
     action: str
     backoff_s: float = 0.0
     reason: ReasonCode | None = None
@@ -48,6 +48,8 @@ class Decision:
     pause: bool = False
     leave_out: str | None = None
     """Node that gives way to another one for a while."""
+    micro_batch_size: int | None = None
+    """Samples per forward pass from here on; None changes nothing."""
 
 
 def decide(
@@ -58,6 +60,7 @@ def decide(
     backoff_max_s: float,
     checkpoint: CheckpointSpec | None = None,
     dispensable: Callable[[], Collection[str]] = tuple,
+    micro_batch_size: int | None = None,
 ) -> Decision:
     """Decide whether the run goes on after ``judgement``.
 
@@ -69,16 +72,20 @@ def decide(
         checkpoint: Says whether storage failures pause the run, and after how many. None: never.
         dispensable: Returns the nodes without which the run would still have enough room. Called
             only for an error of a device, and if two nodes do not hear each other.
+        micro_batch_size: Samples per forward pass of the attempt, if want of memory may halve them.
     """
     verdict = judgement.verdict
     if verdict is Verdict.USER_ERROR:
         return _after_user_error(judgement, past, spec, dispensable)
+    smaller = with_smaller_batches(judgement, micro_batch_size)
+    if smaller is not None:
+        return smaller
     in_a_row = failures_in_a_row(judgement, past)
     if verdict is Verdict.PREEMPTION and in_a_row < OUTSIDE_LIMIT:
         return Decision(True, budget_of(verdict), "restart on the remaining nodes")
     end = (
         storage_is_not_shared(judgement)
-        or gpu_is_too_small(judgement, past)
+        or memory_is_too_small(judgement, past)
         or device_error_follows(judgement, past)
         or ranks_part_again(judgement, past)
         or code_exits_again(judgement, past)
@@ -132,6 +139,33 @@ def _after_user_error(
     is_alone = judgement.detail.get("phase") == "start" and num_raised == 1 < len(ranks)
     left_out = node if is_alone and node in dispensable() else None
     return Decision(True, budget_of(judgement.verdict), action, leave_out=left_out)
+
+
+def with_smaller_batches(judgement: Judgement, micro_batch_size: int | None) -> Decision | None:
+    """Restart with micro-batches of half the size if a rank ran out of memory while it trained. End
+    the run if a single sample is too much. Return None for other failures.
+
+    A rank that was killed says not what it did, and at a single sample others may fill its node.
+    """
+    was_killed = judgement.kind is None
+    if (
+        micro_batch_size is None
+        or judgement.verdict is not Verdict.OUT_OF_MEMORY
+        or not (was_killed or judgement.detail.get("phase") in _TRAINING_PHASES)
+        or (was_killed and micro_batch_size == 1)
+    ):
+        return None
+    if micro_batch_size == 1:
+        message = (
+            f"out of memory {judgement.place} with micro-batches of a single sample, and "
+            "train.on_out_of_memory: smaller cannot halve them. Set train.precision to bf16 or "
+            "train.sharding to full, or take a smaller model, shorter samples or nodes with more "
+            f"memory: {judgement.exception}"
+        )
+        return _stop(judgement, RunEnd(ReasonCode.USER_ERROR, message))
+    half = micro_batch_size // 2
+    action = f"restart at once with micro-batches of {half} in place of {micro_batch_size}"
+    return Decision(True, None, action, micro_batch_size=half)
 
 
 def _after_storage_failure(
@@ -188,11 +222,14 @@ def _when(backoff_s: float) -> str:
 
 # Failures that no restart repairs: each rule returns why the run ends, or None.
 
-_START_PHASES = frozenset({"start", "restore"})
+_START_PHASES = frozenset({"start", "restore", "first_pass"})
+_TRAINING_PHASES = frozenset({"first_pass", "data", "step", "evaluation"})
+"""Phases in which a rank holds micro-batches."""
 _TOO_SMALL_STARTS = 3
 """So many starts in a row that ran out of a GPU's memory, and one more, are the model's doing."""
 
 
+_WHOSE_MEMORY = {ErrorKind.DEVICE_MEMORY: "the GPU", ErrorKind.OUT_OF_MEMORY: "the host"}
 _DEATHS_OF_ALL, _AT_ONE_STEP = 6, 3
 """So many deaths of all ranks in a row, the last of them at one step, are the doing of what they
 run. The first may differ: a rank that dies has not reported its last steps."""
@@ -237,26 +274,29 @@ def too_many_user_errors(
     )
 
 
-def gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> RunEnd | None:
-    """End a run for which a GPU ran out of memory at the same place before.
+def memory_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> RunEnd | None:
+    """End a run that ran out of memory at the same place before.
 
     A host's memory is shared with other processes and may suffice the next time; a GPU's is not.
-    Only while an attempt starts, a dead rank may still hold it: there it takes several in a row.
+    Only while an attempt starts, a dead rank may still hold it. There, and on a host, it takes
+    several in a row.
     """
-    if judgement.kind is not ErrorKind.DEVICE_MEMORY:
+    if judgement.kind not in (ErrorKind.DEVICE_MEMORY, ErrorKind.OUT_OF_MEMORY):
         return None
     same = [failure.is_like(judgement) for failure in past]
     is_start = judgement.detail.get("phase") in _START_PHASES
+    may_pass = is_start or judgement.kind is ErrorKind.OUT_OF_MEMORY
     repeats = (
-        len(same) >= _TOO_SMALL_STARTS and all(same[-_TOO_SMALL_STARTS:]) if is_start else any(same)
+        len(same) >= _TOO_SMALL_STARTS and all(same[-_TOO_SMALL_STARTS:]) if may_pass else any(same)
     )
     if not repeats:
         return None
     return RunEnd(
         ReasonCode.USER_ERROR,
-        f"the GPU ran out of memory again {judgement.place}; lower "
+        f"{_WHOSE_MEMORY[judgement.kind]} ran out of memory again {judgement.place}; lower "
         "train.micro_batch_size, which changes no result "
-        f"but BatchNorm's, or set train.precision to bf16: {judgement.exception}",
+        "but BatchNorm's, let train.on_out_of_memory: smaller lower it while the run trains, or "
+        f"set train.precision to bf16: {judgement.exception}",
     )
 
 
@@ -385,6 +425,10 @@ def _last(judgement: Judgement) -> str:
     if judgement.verdict is Verdict.WORKER_LOST:
         why = judgement.exception or "a process ended without an error"
         return f"{judgement.verdict}: {why}; read its last log lines in `everstep why`"
+    if judgement.verdict is Verdict.OUT_OF_MEMORY:
+        why = judgement.exception or "a process was killed for it"
+        way_out = "lower train.micro_batch_size, or set train.on_out_of_memory to smaller"
+        return f"{judgement.verdict}: {why}; {way_out}"
     is_explained = judgement.verdict in (Verdict.HANG, Verdict.SILENT_CORRUPTION)
     if is_explained and judgement.exception:
         return f"{judgement.verdict}: {judgement.exception}"
@@ -408,6 +452,8 @@ BUDGET_OF = {
 A preemption, or trouble of the control plane or the storage, is not the run's fault: it is retried
 ``OUTSIDE_LIMIT`` times."""
 
+MICRO_BATCH_SIZE = "next_micro_batch_size"
+"""In the evidence of a failure: samples per forward pass after it, if they became fewer."""
 SCRIPT_PROGRESS_S = 300.0
 """A script that reports no steps is taken to make progress once it has run for so many seconds."""
 
@@ -423,6 +469,8 @@ class PastFailure:
     pairs: Pairs = frozenset()
     worked_s: float | None = None
     """How long a script that reports no steps had been running; None for other runs."""
+    micro_batch_size: int | None = None
+    """Samples per forward pass after it, if they became fewer."""
 
     def is_like(self, judgement: Judgement) -> bool:
         """Return whether the same thing failed at the same step as now."""
@@ -431,6 +479,12 @@ class PastFailure:
             judgement.step,
             judgement.signature,
         )
+
+
+def micro_batch_size_after(failures: Sequence[PastFailure]) -> int | None:
+    """Return the samples per forward pass that the run has memory for; None for its spec's."""
+    sizes = (failure.micro_batch_size for failure in reversed(failures))
+    return next((size for size in sizes if size is not None), None)
 
 
 def budget_of(verdict: Verdict) -> str:
@@ -448,6 +502,8 @@ def failures_in_a_row(judgement: Judgement, past: Sequence[PastFailure]) -> int:
     down to the last one at a smaller step. Where steps are lost and made again, those since the
     newest step, or the newest since that, that got no further than the failure before them count.
 
+    A failure that micro-batches of half the size answered does not count.
+
     A failure whose step is unknown counts at the step of the failure before it: as step 0 it would
     look like a step back. A script that reports no steps moves on by running for long.
     """
@@ -463,7 +519,8 @@ def failures_in_a_row(judgement: Judgement, past: Sequence[PastFailure]) -> int:
         newest += 1 + again_made.index(max(again_made))
     newest, is_in_a_row = max([newest, *moved]), True
     for at, failure in reversed([*enumerate(past)]):
-        if budget_of(failure.verdict) != budget_of(judgement.verdict):
+        is_of_budget = budget_of(failure.verdict) == budget_of(judgement.verdict)
+        if failure.micro_batch_size is not None or not is_of_budget:
             continue
         again += at >= newest and steps[at + 1] <= steps[at]
         is_in_a_row = is_in_a_row and steps[-1] <= steps[at]

@@ -322,6 +322,10 @@ _PEER_WORDS = re.compile(
 
 _LOADER_WORDS = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
 
+_HOST_MEMORY_WORDS = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
+"""Torch raises a plain RuntimeError where the host has no more memory, in words that depend on the
+system."""
+
 _DEVICE_MEMORY_WORDS = re.compile(
     r"^CUDA error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED)|CUDNN_STATUS_ALLOC_FAILED"
 )
@@ -405,6 +409,7 @@ _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.COLLECTIVE, RuntimeError, _PEER_WORDS),
     _Row(ErrorKind.LOADER_LOST, RuntimeError, _LOADER_WORDS),
     _Row(ErrorKind.DEVICE_MEMORY, RuntimeError, _DEVICE_MEMORY_WORDS),
+    _Row(ErrorKind.OUT_OF_MEMORY, RuntimeError, _HOST_MEMORY_WORDS),
     _Row(ErrorKind.USER, RuntimeError, _DEVICE_MISUSE_WORDS),
     _Row(ErrorKind.DEVICE, RuntimeError, _DEVICE_WORDS),
     _Row(ErrorKind.CORRUPTION, RanksApart),

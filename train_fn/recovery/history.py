@@ -10,7 +10,7 @@ from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.journal import JournalEvent, journal_events
 from storage.run_dir import RunDir
-from train_fn.recovery.decision import PastFailure
+from train_fn.recovery.decision import MICRO_BATCH_SIZE, PastFailure
 from train_fn.recovery.hang import moved_at
 from train_fn.recovery.links import from_json
 
@@ -114,10 +114,16 @@ class History:
 
 def past_failure(failure: Failure) -> PastFailure:
     """Return the part of a failure that later decisions need."""
-    signature = failure.evidence.get("signature")
-    pairs = from_json(failure.evidence.get("pairs"))
-    worked_s = failure.evidence.get("worked_s")
-    return PastFailure(failure.verdict, failure.step, signature, failure.node_id, pairs, worked_s)
+    evidence = failure.evidence
+    return PastFailure(
+        failure.verdict,
+        failure.step,
+        evidence.get("signature"),
+        failure.node_id,
+        from_json(evidence.get("pairs")),
+        evidence.get("worked_s"),
+        evidence.get(MICRO_BATCH_SIZE),
+    )
 
 
 def read_history(run_dir: RunDir) -> History:

@@ -99,6 +99,8 @@ class RankLaunch:
     """Most steps done by earlier attempts, for a script, which may begin where nobody sees."""
     silent_peer_s: float = 0.0
     """Seconds of silence after which a rank closes a connection; 0 for never."""
+    micro_batch_size: int | None = None
+    """Samples per forward pass, if the run had no memory for those of its spec."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from everstep.wire import Failure, ReasonCode
 from storage.run_control import Stop
-from train_fn.recovery.decision import Decision
+from train_fn.recovery.decision import MICRO_BATCH_SIZE, Decision
 from train_fn.recovery.evidence import Evidence
 from train_fn.recovery.launch import ControllerOutcome
 from train_fn.recovery.verdict import Judgement
@@ -115,6 +115,7 @@ def failure_of(
 ) -> Failure:
     """Return the failure for its event. The cost of the recovery is null: the ``recovered`` event
     reports it."""
+    smaller = decision.micro_batch_size
     return Failure(
         at=datetime.fromtimestamp(evidence.noticed_at, UTC),
         attempt=evidence.attempt,
@@ -123,7 +124,7 @@ def failure_of(
         node_id=judgement.node_id,
         step=judgement.step,
         exception=judgement.exception,
-        evidence=judgement.detail,
+        evidence=judgement.detail | ({MICRO_BATCH_SIZE: smaller} if smaller is not None else {}),
         action=decision.action,
         budget=decision.budget,
         steps_lost=None,

@@ -114,6 +114,12 @@ def run_rank(
         say: tells people how it goes.
         train: the loop. Only its StepFailed is handled here.
     """
+    if spec.train.on_out_of_memory == "smaller":
+        raise UsageError(
+            "train.on_out_of_memory is smaller, and without a service nobody starts the ranks "
+            "again with smaller micro-batches. Set it to fail and lower train.micro_batch_size, "
+            "or `everstep submit` the spec"
+        )
     device = device_of(spec, place)
     ctx, journal, watch, _ = begin_attempt(spec, run_dir, place, device, fresh, stopping, say)
     where = f"{run_dir.local_path or run_dir.uri}/checkpoints"

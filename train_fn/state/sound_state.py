@@ -102,6 +102,8 @@ class Numerics:
     NOT_COMPARED if ranks computed them on other weights."""
     kernels: str
     """What is known to decide between kernels (``node.kernels``)."""
+    micro_batch_size: int | None = None
+    """Samples of a micro-batch of that attempt; None in states of earlier versions."""
 
     def differences(self, other: Numerics) -> list[str]:
         """Return what ``other`` computed differently, in words; nothing if all is equal. Gradients
@@ -123,7 +125,10 @@ class Numerics:
 
 
 def numerics_of(
-    loss: torch.Tensor, parameters: Iterable[torch.Tensor], world_size: int
+    loss: torch.Tensor,
+    parameters: Iterable[torch.Tensor],
+    world_size: int,
+    micro_batch_size: int | None = None,
 ) -> Numerics:
     """Return the fingerprint after the first backward pass.
 
@@ -139,4 +144,5 @@ def numerics_of(
         hashlib.sha256(" ".join(gradients).encode()).hexdigest(),
         world_size,
         kernels(loss.device),
+        micro_batch_size,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
+from types import MappingProxyType
 from typing import Any, Final
 
+from everstep.text.words import count
 from everstep.wire import Attempt, RunStatus, Verdict
 from everstep.wire.drills import (
     AllReduce,
@@ -295,50 +297,53 @@ def _lapse(found: dict[str, Profile], *states: ProfileState) -> None:
 
 # ---------------------------------------------------------------- replays
 
-# Replays: which steps of a run were trained by how many ranks, and what came of a replay.
+# Replays: which steps of a run were trained by how many ranks, with micro-batches of which size.
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps that one number of ranks has trained: those after ``begin``, up to ``end``."""
+    """Steps that one number of ranks has trained with micro-batches of one size: those after
+    ``begin``, up to ``end``."""
 
     begin: int
     end: int
     world_size: int
+    micro_batch_size: int | None = None
 
     def meets(self, begin: int, end: int) -> bool:
         """Return whether any of the steps after ``begin``, up to ``end``, is one of these."""
         return max(self.begin, begin) < min(self.end, end)
 
 
-def stretches(attempts: Iterable[Attempt], last_step: int) -> list[Stretch]:
+def stretches(
+    attempts: Iterable[Attempt], last_step: int, sizes: Mapping[int, int] = MappingProxyType({})
+) -> list[Stretch]:
     """Return which steps were trained by how many ranks, in order. Of steps that several attempts
     trained, the newest counts.
 
     Args:
         last_step: steps done in the lineage.
+        sizes: of micro-batches, by attempt.
     """
     found: list[Stretch] = []
     for attempt in attempts:
         begin = attempt.first_step
         if begin is None:  # it never trained
             continue
-        found = [
-            Stretch(each.begin, min(each.end, begin), each.world_size)
-            for each in found
-            if each.begin < begin
-        ]
-        if found and found[-1].world_size == attempt.world_size:
-            begin = found.pop().begin
-        found.append(Stretch(begin, last_step, attempt.world_size))
+        found = [replace(each, end=min(each.end, begin)) for each in found if each.begin < begin]
+        new = Stretch(begin, last_step, attempt.world_size, sizes.get(attempt.attempt))
+        if found and replace(found[-1], begin=begin, end=last_step) == new:
+            new = replace(new, begin=found.pop().begin)
+        found.append(new)
     return [each for each in found if each.begin < each.end]
 
 
 def words(found: Sequence[Stretch]) -> str:
     """Return stretches in words."""
+    differ = len({each.micro_batch_size for each in found}) > 1
     return ", ".join(
-        f"steps {each.begin + 1} to {each.end} by {each.world_size} "
-        f"{'rank' if each.world_size == 1 else 'ranks'}"
+        f"steps {each.begin + 1} to {each.end} by {count(each.world_size, 'rank')}"
+        + (f" with micro-batches of {each.micro_batch_size}" if differ else "")
         for each in found
     )
 

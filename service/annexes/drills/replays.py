@@ -9,16 +9,18 @@ from fastapi import Response
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Page, Run
+from everstep.wire.events import EventKind
 from everstep.wire.run import ReplayRequest
 from service.annexes.drills.history import Stretch, begun_at, stretches, words
 from service.api.answers import as_json
 from service.api.auth import Caller, ControlledRun, VisibleRun
-from service.api.blocking import db_read, of_history
+from service.api.blocking import db_read, folded
 from service.api.bodies import ApiRouter, Parsed, example
 from service.api.dependencies import Events
 from service.api.openapi import problem_answers
 from service.db.events import EventStore
 from service.db.runs import RunStore
+from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.parts import ServiceParts
 from service.projections import attempts
@@ -63,8 +65,10 @@ async def list_replays(run: VisibleRun, views: Views) -> Page[Run]:
 def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> dict[str, Any]:
     """Return the spec of a replay: that of the run, but for what names, places and reports it."""
     spec = RunSpec.model_validate(run.spec)
-    sizes = {each.world_size for each in trained if each.meets(wanted.from_step, wanted.to_step)}
-    workers = wanted.workers or max(sizes, default=spec.scaling.max_workers)
+    met = [each for each in trained if each.meets(wanted.from_step, wanted.to_step)]
+    workers = wanted.workers or max(
+        (each.world_size for each in met), default=spec.scaling.max_workers
+    )
     raw = spec.model_dump(mode="json")
     raw["name"] = f"{spec.name[: _NAME_CHARS - 7]}-replay"
     raw["replay"] = {
@@ -76,16 +80,25 @@ def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> d
     if wanted.from_step != begun_at(run):
         raw["resume_from"] = None
     # ``auto`` depends on the number of ranks, and decides the order in which gradients are summed.
-    raw["train"]["micro_batch_size"] = spec.micro_batch_size
+    of_steps = next((each.micro_batch_size for each in met), None)
+    raw["train"]["micro_batch_size"] = of_steps or spec.micro_batch_size
     raw["scaling"] |= {"min_workers": workers, "max_workers": workers}
     raw["notify"] = None
     return raw
 
 
 async def trained_by(events: EventStore, run: RunRow) -> list[Stretch]:
-    """Return which steps of a run were trained by how many ranks."""
-    found = await of_history(events, run.id, attempts.ATTEMPT_KINDS, attempts.attempts)
-    return stretches(found, run.step)
+    """Return which steps of a run were trained by how many ranks, and how."""
+    rows = await db_read(events.of_kinds, run.id, attempts.ATTEMPT_KINDS)
+    made = await folded(attempts.attempts, rows)
+    if run.spec["train"].get("on_out_of_memory") != "smaller":
+        return stretches(made, run.step)
+    return stretches(made, run.step, await folded(_micro_batch_sizes, rows))
+
+
+def _micro_batch_sizes(events: list[EventRow]) -> dict[int, int]:
+    begun = (each for each in events if each.kind == EventKind.TRAINING_STARTED)
+    return {each.attempt: int(each.data["micro_batch_size"]) for each in begun}
 
 
 async def check_replay(parts: ServiceParts, spec: RunSpec) -> None:
@@ -111,34 +124,32 @@ async def check_replay(parts: ServiceParts, spec: RunSpec) -> None:
 
 def _check_size(spec: RunSpec, run: RunRow, trained: list[Stretch]) -> None:
     """Raise InvalidSpec if the steps were trained by another number of ranks than the replay's, or
-    by several."""
+    by several, or with micro-batches of another size."""
     assert spec.replay is not None
     if run.exactness == "elastic" and spec.train.exactness == "elastic":
         return  # any number of ranks gives the same bits
     met = [each for each in trained if each.meets(spec.replay.from_step, spec.replay.to_step)]
-    sizes = {each.world_size for each in met}
+    ways = {(each.world_size, each.micro_batch_size) for each in met}
+    of_spec = (None, RunSpec.model_validate(run.spec).micro_batch_size)
     why = (
-        "Ranks of another number sum gradients in another order, so only the same number gives the "
-        "same bits"
+        "Ranks of another number, or micro-batches of another size, sum gradients in another "
+        "order, so only the same give the same bits"
     )
-    if len(sizes) > 1:
+    if len(ways) > 1:
         raise _fault(
             "to_step",
-            f"these steps of run {run.id} were trained by several numbers of ranks: {words(met)}. "
-            f"{why}: replay each of these ranges by itself",
+            f"these steps of run {run.id} were trained in several ways: {words(met)}. {why}: "
+            "replay each of these ranges by itself",
         )
-    own = (spec.scaling.min_workers, spec.scaling.max_workers)
-    if sizes and own != (min(sizes), min(sizes)):
-        [size] = sizes
-        raise InvalidSpec(
-            (
-                FieldError(
-                    ("scaling", "max_workers"),
-                    f"must be {size}, and min_workers too: run {run.id} trained these steps on "
-                    f"{size} ranks. {why}",
-                ),
-            )
-        )
+    needed: dict[tuple[str, str], int] = {}
+    for size, micro_batch_size in ways:
+        needed |= {("scaling", "max_workers"): size, ("scaling", "min_workers"): size}
+        if micro_batch_size not in of_spec:  # else a change on purpose is compared
+            needed["train", "micro_batch_size"] = micro_batch_size
+    for (section, field), value in needed.items():
+        if getattr(getattr(spec, section), field) != value:
+            message = f"must be {value}: run {run.id} trained {words(met)}. {why}"
+            raise InvalidSpec((FieldError((section, field), message),))
 
 
 def _fault(field: str, msg: str) -> InvalidSpec:

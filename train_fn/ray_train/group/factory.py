@@ -14,6 +14,7 @@ from train_fn.ray_train.group.placement import Placement
 from train_fn.ray_train.group.rank_actors import RankActors
 from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.scaling import LiveNodes
+from train_fn.recovery.decision import micro_batch_size_after
 from train_fn.recovery.launch import Engine, RankLaunch
 
 
@@ -76,6 +77,7 @@ class GroupFactory:
                 self._attempt_log.last_step(()) if self._engine.job.spec.runs_script else None
             ),
             silent_peer_s=self._engine.settings.silent_peer_s,
+            micro_batch_size=micro_batch_size_after(self._attempt_log.failures),
         )
 
     def _new_group(

@@ -44,6 +44,7 @@ CONTRACT: dict[str, Any] = {
         "loader": {"num_workers": "auto", "prefetch_factor": 4},
         "unused_parameters": "zero",
         "exactness": "world_size",
+        "on_out_of_memory": "fail",
         "audit_fraction": 0.0,
         "ema_decay": None,
         "sharding": "none",

@@ -76,6 +76,14 @@ def test_all_faults_are_found_at_once() -> None:
             "train.deterministic",
             "deterministic is false, and exactness elastic needs true",
         ),
+        *(
+            (
+                spec(train={"on_out_of_memory": "smaller", field: value}),
+                "train.on_out_of_memory",
+                f"is smaller, and {field} is {value}",
+            )
+            for field, value in (("exactness", "elastic"), ("batch_by", "tokens"))
+        ),
         (
             spec(train={"audit_fraction": 0.5, "compile": True}),
             "train.compile",

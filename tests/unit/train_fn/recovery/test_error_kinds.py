@@ -249,6 +249,12 @@ OF_A_GPU: list[tuple[BaseException, ErrorKind]] = [
 ]
 
 
+def too_much_of_the_host() -> BaseException:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**14)
+    return caught.value
+
+
 HALF_READ = [ConnectionResetError, FileNotFoundError, EOFError]
 LOADER = ("torch.utils.data.dataloader", "/x/torch/utils/data/dataloader.py", "_try_get_data")
 PIPE = ("multiprocessing.connection", "/x/multiprocessing/connection.py", "recv")
@@ -257,6 +263,8 @@ EXAMPLES: list[tuple[BaseException, ErrorKind]] = [
     *OF_A_GPU,
     *((made(cls), kind) for cls, kind in CLASSIFIED.items()),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), ErrorKind.USER),
+    (too_much_of_the_host(), ErrorKind.OUT_OF_MEMORY),
+    (RuntimeError("[x] DefaultCPUAllocator: not enough memory: you"), ErrorKind.OUT_OF_MEMORY),
     (raised_in(OSError(errno.ENOSPC, "full"), ("storage.claims", "c.py", "f")), ErrorKind.STORAGE),
     (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:1] x"), ErrorKind.COLLECTIVE),
     (RuntimeError("DataLoader worker (pid 7) is killed by signal: 9"), ErrorKind.LOADER_LOST),

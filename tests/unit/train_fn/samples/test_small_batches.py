@@ -66,19 +66,6 @@ def refusal(ctx: WorkerContext) -> str:
                 r"train\.global_batch_size to 11,"
             ),
         ),
-        (
-            Normed(24),
-            {"global_batch_size": 9},
-            (
-                r"global batch 1 of an epoch has one: .*Set train\.micro_batch_size to 3, or use "
-                r"GroupNorm"
-            ),
-        ),
-        (
-            Normed(24),
-            {"micro_batch_size": 1},
-            r"and a micro-batch has one: .*Set train\.micro_batch_size to 2, or",
-        ),
         (Normed(25, "pooled"), {}, r"BatchNorm cannot train on a single sample"),
         (Normed(25), {"micro_batch_size": 1}, r"has one: .* Leave 1 of the samples out"),
     ],

@@ -18,7 +18,6 @@ from everstep.spec.run_spec import RunSpec
 from train_fn.errors import BadTask
 from train_fn.samples.ledger import BOOKMARK_STEPS, Bookmarks
 from train_fn.samples.loader import Loaded, Loader, WholePass
-from train_fn.samples.sampler import MicroBatch
 from train_fn.samples.streams import StreamSampler, StreamSet, _equal, num_streams_of
 
 pytestmark = pytest.mark.own_process
@@ -296,12 +295,6 @@ def test_equal_batches_may_have_their_keys_in_another_order() -> None:
     assert not _equal(one, {**one, "x": torch.zeros(2)})
 
 
-def test_reading_one_micro_batch_leaves_the_streams_alone() -> None:
-    data = stream_set(Numbers(70))
-    first = data.first(data.sampler.of_stream(0, 0, 0)[0])
-    assert first.batch.tolist() == read(data, range(1))[0, 0].batch.tolist()
-
-
 def test_a_rank_learns_the_bookmarks_of_all() -> None:
     ranks = [stream_set(Numbers(70)) for _ in range(2)]
     for rank, data in enumerate(ranks):
@@ -371,11 +364,6 @@ def test_what_cannot_be_copied_is_refused_in_this_process_only(tmp_path: Path) -
         read(stream_set(dataset), range(1))
     assert read(stream_set(dataset, num_workers=1), range(1))
     dataset.file.close()  # type: ignore[attr-defined]
-
-
-def test_a_micro_batch_knows_its_global_batch() -> None:
-    assert [micro.k for micro in StreamSampler(90, 16, 4, 0, 2).share(0, 3, 0, 1)] == [3] * 4
-    assert MicroBatch(0, 0, np.array([1])).k == 0
 
 
 class Asking(IterableDataset[int]):

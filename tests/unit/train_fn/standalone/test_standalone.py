@@ -264,6 +264,8 @@ def test_another_spec_is_refused_unless_it_changes_no_result(text: Path, tmp_pat
         begin_run(run_dir, other, "a", fresh=False)
     begin_run(run_dir, other, "a", fresh=True)
     assert run_dir.read_spec() == other
+    with pytest.raises(UsageError, match=r"train\.on_out_of_memory is smaller, and without a serv"):
+        run_local(make_spec(text, train={"on_out_of_memory": "smaller"}), str(tmp_path), "run")
 
 
 def test_a_process_that_takes_anothers_place_is_the_same_submissions_next_attempt(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,21 +42,6 @@ def spec_of(**fields: Any) -> RunSpec:
     return RunSpec.model_validate({"name": "a", "task": task, **fields})
 
 
-@pytest.fixture
-def gloo() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    end_process_group()
-
-
-def test_gloos_collectives_are_left_alone(gloo: None) -> None:
-    nccl.abort_collectives()
-    nccl.require_whole()
-    total = torch.ones(2)
-    dist.all_reduce(total)
-    assert total.tolist() == [1, 1]
-
-
 @pytest.mark.own_process
 def test_the_backend_is_found_inside_of_torchs_debugging_wrapper() -> None:
     """The wrapper can neither abort nor tell of errors."""
@@ -68,11 +53,6 @@ def test_the_backend_is_found_inside_of_torchs_debugging_wrapper() -> None:
     assert isinstance(inner, dist.ProcessGroupGloo) and inner is not outer
     assert nccl.unwrapped(inner) is inner
     end_process_group()
-
-
-def test_without_a_process_group_there_is_nothing_to_abort() -> None:
-    nccl.abort_collectives()
-    Peers(0, 2, torch.device("cpu")).require_whole()
 
 
 CALLS: dict[str, Callable[[Peers], Any]] = {

@@ -135,18 +135,6 @@ def test_own_time_ends_with_the_last_gradient() -> None:
     assert clock.gate() == 0, "an evaluation came between"
 
 
-def test_the_parameter_with_the_last_gradient_is_the_one_that_is_asked() -> None:
-    """Here it is neither the first nor the last: parameters are in another order than layers."""
-    first, second, third = (torch.nn.Linear(4, 4) for _ in range(3))
-    parameters = [second.weight, first.weight, third.weight]
-    clock = StepClock(parameters, CPU)
-    for _ in range(3):
-        clock.gate()
-        third(second(first(torch.ones(2, 4)))).sum().backward()
-    assert clock.gate() > 0
-    assert [len(parameter._post_accumulate_grad_hooks) for parameter in parameters] == [0, 1, 0]  # type: ignore[attr-defined]
-
-
 def test_every_rank_s_time_travels_with_the_totals() -> None:
     peers = Peers(1, 3, CPU)
     report = ReportSums(peers)

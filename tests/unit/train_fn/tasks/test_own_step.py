@@ -149,12 +149,18 @@ class OfLazy(Single):
         return nn.LazyLinear(1)
 
 
+ITERABLE = "train.on_out_of_memory is smaller, but the train set of"
+
+
 def test_settings_that_do_not_go_with_it(runs: TaskRuns) -> None:
+    of_losses = type("OfLosses", (WithoutStep, OfStream), {})
     for fields, task, words in (
         ({"micro_batch_size": 4}, Gan, "train.micro_batch_size is 4, but Gan.training_step ("),
         ({"precision": "bf16"}, Gan, "train.precision is bf16, but Gan.training_step ("),
         ({"compile": True}, Gan, "train.compile is set, but Gan.training_step ("),
         ({"unused_parameters": "allow"}, Gan, "train.unused_parameters is allow, which is always"),
+        ({"on_out_of_memory": "smaller"}, Gan, "train.on_out_of_memory is smaller, but Gan.train"),
+        ({"on_out_of_memory": "smaller", "max_steps": 3}, of_losses, f"{ITERABLE} OfLosses"),
         ({"max_steps": 3}, OfStream, "the train set of OfStream.build_datasets ("),
         ({}, OfLazy, "OfLazy.build_model ("),
     ):

@@ -85,7 +85,7 @@ async def test_a_replay_is_a_run_of_its_own_that_is_told_its_result(api: ApiServ
         ({"from_step": 15, "to_step": 20}, "replay.from_step", "choose one of steps 10, 20"),
         ({"from_step": 10, "to_step": 31}, "replay.to_step", "has done 30 steps"),
         ({"from_step": 10, "to_step": 10}, "replay.to_step", "greater than from_step"),
-        ({"from_step": 10, "to_step": 15, "workers": 1}, "scaling.max_workers", "on 2 ranks"),
+        ({"from_step": 10, "to_step": 15, "workers": 1}, "scaling.max_workers", "by 2 ranks"),
     ],
 )
 async def test_what_could_prove_nothing_is_refused_by_field(
@@ -116,6 +116,32 @@ async def test_steps_of_several_sizes_are_refused_and_those_of_one_are_not(
     made = await ask(api, run_id, from_step=20, to_step=25)
     spec = await api.get(f"/v1/runs/{made['id']}/spec")
     assert spec["scaling"]["max_workers"] == 1
+
+
+async def test_steps_with_smaller_micro_batches_are_replayed_by_themselves_and_as_small(
+    api: ApiService,
+) -> None:
+    train = {"epochs": 3, "micro_batch_size": 16, "on_out_of_memory": "smaller"}
+    run_id, journal = await api.running(train=train, scaling={"max_workers": 2})
+    api.apply(run_id, [steps(journal, *range(1, 13))])
+    for step in (10, 12):
+        save(api, run_id, journal, step)
+    for attempt in (2, 3):
+        journal.attempt = attempt
+        begun = journal.start(step=12, source="snapshot")
+        begun[-1].data["micro_batch_size"] = 8
+        api.apply(run_id, begun)
+    api.apply(run_id, [steps(journal, *range(13, 31))])
+    answer = await ask(api, run_id, 422, from_step=10, to_step=15)
+    assert "steps 13 to 30 by 2 ranks with micro-batches of 8" in answer["errors"][0]["msg"]
+    for (begin, end), size in (((10, 12), 16), ((12, 15), 8)):
+        made = await ask(api, run_id, from_step=begin, to_step=end)
+        spec = await api.get(f"/v1/runs/{made['id']}/spec")
+        assert spec["train"]["micro_batch_size"] == size
+        raw = {**spec, "train": {**spec["train"], "micro_batch_size": 4}}
+        answer = await api.http.post("/v1/runs", json=raw)
+        assert answer.status_code == (422 if size == 8 else 201), "a change on purpose is compared"
+    assert answer.json()["errors"][0]["loc"] == ["train", "micro_batch_size"]
 
 
 async def test_an_elastic_run_is_replayed_by_any_number_of_ranks(api: ApiService) -> None:
