@@ -46,7 +46,6 @@ def decided(
         judge(found),
         past,
         RecoverySpec(**budgets),
-        no_progress_limit=20,
         backoff_max_s=30.0,
         micro_batch_size=size,
     )
