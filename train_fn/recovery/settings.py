@@ -134,8 +134,10 @@ class RecoverySettings:
         return dataclasses.replace(cls(), **values)  # type: ignore[arg-type]
 
 
-_WITHOUT_EFFECT = frozenset({"in_process", "warm_pool", "warm_spares", "warm_delay_s"})
-"""Settings of earlier versions, about processes that are now forked."""
+_WITHOUT_EFFECT = frozenset(
+    {"in_process", "warm_pool", "warm_spares", "warm_delay_s", "no_progress_limit"}
+)
+"""Settings of earlier versions."""
 
 
 def _parse(name: str, text: str, default: object) -> object:
