@@ -42,7 +42,7 @@ class Hungry:
 
     def build_datasets(self):
         rows = torch.linspace(-1, 1, 300).reshape(100, 3)
-        return {"train": [(row, row.sum()) for row in rows], "val": None}
+        return dict.fromkeys(("train", "val"), [(row, row.sum()) for row in rows])
 
     def loss(self, model, batch, step):
         rows, wanted = batch
