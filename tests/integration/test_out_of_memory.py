@@ -53,6 +53,7 @@ class Hungry:
 STEPS = 500
 TRAIN: dict[str, Any] = {
     "max_steps": STEPS,
+    "eval_every_epochs": 20,
     "global_batch_size": 20,
     "micro_batch_size": 7,
     "loader": {"num_workers": 0},
