@@ -116,7 +116,6 @@ def test_it_goes_on_with_smaller_micro_batches_for_good(
     run.start(submission=2)
     assert run.wait_for_end() == 0, run.describe()
     run.events = [*first, *run.events]
-
     failures = [event.data for event in run.of(EventKind.FAILURE)]
     assert [(each["verdict"], each["budget"], each["step"]) for each in failures[:1]] == [
         ("out_of_memory", None, begins_at)
