@@ -42,7 +42,7 @@ class Hungry:
 
     def build_datasets(self):
         rows = torch.linspace(-1, 1, 300).reshape(100, 3)
-        return {"train": [(row, row.sum()) for row in rows], "val": None}
+        return dict.fromkeys(("train", "val"), [(row, row.sum()) for row in rows])
 
     def loss(self, model, batch, step):
         rows, wanted = batch
@@ -53,6 +53,7 @@ class Hungry:
 STEPS = 500
 TRAIN: dict[str, Any] = {
     "max_steps": STEPS,
+    "eval_every_epochs": 20,
     "global_batch_size": 20,
     "micro_batch_size": 7,
     "loader": {"num_workers": 0},
@@ -115,7 +116,6 @@ def test_it_goes_on_with_smaller_micro_batches_for_good(
     run.start(submission=2)
     assert run.wait_for_end() == 0, run.describe()
     run.events = [*first, *run.events]
-
     failures = [event.data for event in run.of(EventKind.FAILURE)]
     assert [(each["verdict"], each["budget"], each["step"]) for each in failures[:1]] == [
         ("out_of_memory", None, begins_at)

