@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_509,
+    "everstep": 15_511,
     "storage": 5_710,
-    "service": 27_041,
-    "train_fn": 48_940,
-    "tests": 88_040,
+    "service": 27_058,
+    "train_fn": 49_014,
+    "tests": 88_239,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -187,8 +187,7 @@ class Follower(Generic[Item]):
 
 # ---------------------------------------------------------------- sse
 
-# Parse server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) with the
-# ends of lines that a service sends.
+# Parse server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
 
 def messages_of(chunks: Iterable[bytes]) -> Iterator[str]:

@@ -142,8 +142,8 @@ class TrainSpec(Frozen):
     of a few percent of time."""
     on_out_of_memory: Literal["fail", "smaller"] = "fail"
     """What follows when a rank runs out of memory while it trains. ``fail`` ends the run if it does
-    so again. ``smaller`` goes on with micro-batches of half the size and the same global batch:
-    sums round otherwise, BatchNorm sees fewer samples at once, dropout draws others."""
+    so again. ``smaller`` goes on with half the micro-batch and the same global batch: sums round
+    otherwise, BatchNorm sees fewer samples at once, dropout draws others."""
     audit_fraction: Share = 0.0
     """Share of the steps in which every rank computes a micro-batch of another rank again, to find
     processors that compute wrongly without an error. 0.001 costs about 0.1 % of time; 0 audits

@@ -36,8 +36,7 @@ class DrillKind(StrEnum):
     """Flip the lowest bit of one weight in the rank's memory: its peers must notice within 64
     steps."""
     SLOW_RANK = "slow_rank"
-    """The rank waits in each step of its attempt, twice as long as its own work takes: it must be
-    found to be a straggler."""
+    """The rank waits in each step of its attempt: it must be found to be a straggler."""
 
 
 IN_RANK = frozenset({DrillKind.CORRUPT_GRADIENT, DrillKind.CORRUPT_WEIGHTS, DrillKind.SLOW_RANK})

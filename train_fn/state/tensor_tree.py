@@ -7,13 +7,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import os
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,11 +19,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from train_fn.errors import BadTask
 from train_fn.step.fingerprints import word_sum
 
-PIECE_BYTES = 4 << 20
-"""Pieces of about this size are copied in parallel. A state smaller than two pieces is copied by
-one thread."""
-COPY_THREADS = 4
-"""Limit on copying threads. More would not help, since they saturate the memory bandwidth."""
 _WORTH_IT = 1 << 20
 """Bytes from which it pays to take a tensor's memory ahead."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
@@ -234,52 +225,14 @@ def _plain(value: Any) -> Any:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each source to its target. CUDA copies are queued on the stream. CPU copies block
-    training, so several threads make them if torch uses only one."""
-    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+    """Copy each source to its target. CUDA copies are queued on the stream."""
+    on_host = [pair for pair in pairs if not pair[1].is_cuda]
     for target, source in pairs:
         if source.is_cuda:
             target.copy_(source, non_blocking=True)
-        elif source.nbytes > PIECE_BYTES and source.is_contiguous() and target.is_contiguous():
-            num_elements = PIECE_BYTES // source.element_size()
-            pieces += zip(
-                torch.split(target.view(-1), num_elements),
-                torch.split(source.view(-1), num_elements),
-                strict=True,
-            )
-        else:
-            pieces.append((target, source))
-    num_bytes = sum(source.nbytes for _, source in pieces)
-    num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
-    num_threads = min(COPY_THREADS, num_cpus, num_bytes // PIECE_BYTES)
-    if num_threads < 2 or torch.get_num_threads() > 1:
-        _copy_pieces(pieces)
-    else:
-        list(_threads().map(_copy_pieces, _shares(pieces, num_threads)))
-
-
-def _copy_pieces(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pieces:
-        targets, sources = zip(*pieces, strict=True)
+    if on_host:
+        targets, sources = zip(*on_host, strict=True)
         torch._foreach_copy_(targets, sources)
-
-
-def _shares(
-    pieces: list[tuple[torch.Tensor, torch.Tensor]], num_threads: int
-) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return the pieces in ``num_threads`` parts of about the same size."""
-    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_threads)]
-    sizes = [0] * num_threads
-    for piece in pieces:
-        least = sizes.index(min(sizes))
-        parts[least].append(piece)
-        sizes[least] += piece[1].numel() * piece[1].element_size()
-    return parts
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(COPY_THREADS, "state-copy")
 
 
 def take_apart(tree: Any, tensors: list[torch.Tensor]) -> Any:

@@ -20,7 +20,6 @@ from torch import nn
 from train_fn.errors import BadTask, DataChanged
 from train_fn.samples.ledger import Count
 from train_fn.snapshots.store import Label, SnapshotStore
-from train_fn.state import tensor_tree
 from train_fn.state.optim import Ema
 from train_fn.state.run_state import BestSoFar
 from train_fn.state.tensor_tree import copy_to_cpu, digest, take_apart
@@ -254,32 +253,3 @@ def test_a_replaced_submission_neither_sees_nor_removes_what_its_successor_keeps
     old.remove_all()
     assert successor.labels() == [kept]
     assert successor.read(kept)["step"] == 1
-
-
-@pytest.mark.parametrize("torch_threads", [1, 4])
-def test_a_large_state_is_copied_by_several_threads_to_the_same_bits(
-    torch_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_tree.torch, "get_num_threads", lambda: torch_threads)
-    monkeypatch.setattr(tensor_tree, "PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(tensor_tree.os, "sched_getaffinity", lambda _: range(3))
-    odd = torch.randn(70_001)
-    tree = {
-        "odd": odd,
-        "half": torch.randn(100_000).bfloat16(),
-        "turned": torch.randn(300, 400).t(),
-        "images": torch.randn(8, 3, 64, 64).to(memory_format=torch.channels_last),
-        "counts": [torch.tensor(7), torch.empty(0), torch.arange(90_000)],
-    }
-    first = copy_to_cpu(tree)
-    memory = first["odd"].data_ptr()
-    odd.add_(1)
-    assert not torch.equal(first["odd"], odd)
-    second = copy_to_cpu(tree, first)
-    assert second["odd"].data_ptr() == memory
-    pairs = [(tree[name], second[name]) for name in ("odd", "half", "turned", "images")] + list(
-        zip(tree["counts"], second["counts"], strict=True)
-    )
-    assert all(
-        torch.equal(source, target) and source.dtype == target.dtype for source, target in pairs
-    )
