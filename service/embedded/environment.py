@@ -93,7 +93,6 @@ _FIXED = {
 
 _DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     # Stacks and flame graphs in Ray's dashboard. Who may start them is decided by the service, and
     # nobody else has the token.
     "RAY_DASHBOARD_ENABLE_PROFILING": "1",

@@ -72,7 +72,6 @@ seccompProfile: {type: RuntimeDefault}
 
 {{/* Ray's settings on every node, as in docker-compose.yml (docs/operations.md, What makes recovery fast). */}}
 {{- define "everstep.rayEnv" -}}
-- {name: RAY_TRAIN_ENABLE_STATE_TRACKING, value: "1"}
 - {name: PYTHONHASHSEED, value: "0"} # all ranks list sets in one order
 - {name: RAY_idle_worker_killing_time_threshold_ms, value: "1000000000"}
 - {name: RAY_JOB_STOP_SIGNAL, value: SIGINT}
