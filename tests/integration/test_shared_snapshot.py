@@ -3,7 +3,6 @@ unless one cannot read it."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from storage.run_dir import RunDir
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
 from tests.support.silent_backend import SilentOptions
-from tests.support.two_groups import only_in_chaos
 from train_fn.snapshots import store
 from train_fn.snapshots import whole as broadcast
 from train_fn.snapshots.store import SnapshotStore, node_snapshots
@@ -60,19 +58,12 @@ def test_ranks_of_one_node_take_the_state_from_its_memory(
     assert_same(final_state(peace), final_state(job.run_dir))
 
 
-@pytest.mark.parametrize(
-    ("silent", "way"),
-    [
-        (None, "read_the_holders_memory"),
-        (SilentOptions(), "be_sent"),
-        *only_in_chaos((None, "be_sent")),
-    ],
-)
+@BACKENDS
 def test_a_rank_that_cannot_read_it_takes_the_state_from_another_one(
-    tmp_path: Path, silent: SilentOptions | None, way: str
+    tmp_path: Path, silent: SilentOptions | None
 ) -> None:
     job, peace, _ = broken(tmp_path, silent)
-    restored = resume(job, tmp_path, way)
+    restored = resume(job, tmp_path, "be_unable_to_read_on_rank_2")
     assert (restored["source"], restored["step"]) == ("snapshot", DIES_AT)
     assert_same(final_state(peace), final_state(job.run_dir))
 
@@ -114,13 +105,3 @@ def be_unable_to_read_on_rank_2() -> None:
         return read_state(path)
 
     store.read_state = read
-
-
-def read_the_holders_memory() -> None:
-    be_unable_to_read_on_rank_2()
-    send_no_tensor()
-
-
-def be_sent() -> None:
-    be_unable_to_read_on_rank_2()
-    broadcast.machine = lambda: str(os.getpid())
