@@ -175,7 +175,7 @@ def test_a_failure_before_the_state_is_restored_leaves_none(
         failed = fail(run_dir, 1)
     assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (
         None,
-        "restore",
+        "first_pass",
         None,
     )
     assert failed.snapshot_problem == "the rank was between two states"
