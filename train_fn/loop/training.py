@@ -291,7 +291,7 @@ def follow_speeds(training: Training, own_s: Sequence[float]) -> None:
 
 
 def report_shares(training: Training) -> None:
-    """Report shares that follow what is known of the ranks' speed."""
+    """Report the shares of this attempt, unless they are equal."""
     planner = training.planner
     if planner is not None and planner.costs:
         facts = {

@@ -19,8 +19,8 @@ from typing import TypeGuard
 MIN_GAIN = 0.05
 """Steps must become shorter by at least this share of their time, or the plan stays."""
 PARTS = 4
-"""Consecutive parts of a window in each of which they must. A rank that is slow only for a while,
-as it writes a checkpoint, is not slow in all of them."""
+"""A window has so many parts, and steps must become shorter in each of them. A rank that is slow
+for a while, as when it writes a checkpoint, is not slow in all."""
 MIN_STEPS = 32
 """Fewest steps in a window, …"""
 WINDOW_S = 10.0

@@ -207,8 +207,8 @@ class Session:
             self.keeper.save()
 
     def report_safe_steps(self, said: int = 0) -> list[int]:
-        """Let steps be reported that no single death takes any more. Return what each
-        rank said. A collective if the keeper has a gate. Raises PeersGone."""
+        """Let steps be reported that no single death takes any more. Return what each rank said. A
+        collective if the keeper has a gate. Raises PeersGone."""
         of_ranks = self.keeper.gate(said) if self.keeper.has_gate else [said]
         self.reporter.report_up_to(self.keeper.committed)
         return of_ranks

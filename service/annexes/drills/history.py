@@ -297,7 +297,7 @@ def _lapse(found: dict[str, Profile], *states: ProfileState) -> None:
 
 # ---------------------------------------------------------------- replays
 
-# Replays: which steps of a run were trained by how many ranks, with micro-batches of which size.
+# How many ranks trained each step, in micro-batches of what size: a replay needs both.
 
 
 @dataclass(frozen=True)

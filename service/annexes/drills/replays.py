@@ -8,13 +8,13 @@ from fastapi import Response
 
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.run_spec import RunSpec
-from everstep.wire import Page, Run
+from everstep.wire import Attempt, Page, Run
 from everstep.wire.events import EventKind
 from everstep.wire.run import ReplayRequest
 from service.annexes.drills.history import Stretch, begun_at, stretches, words
 from service.api.answers import as_json
 from service.api.auth import Caller, ControlledRun, VisibleRun
-from service.api.blocking import db_read, folded
+from service.api.blocking import db_read, of_history
 from service.api.bodies import ApiRouter, Parsed, example
 from service.api.dependencies import Events
 from service.api.openapi import problem_answers
@@ -89,16 +89,15 @@ def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> d
 
 async def trained_by(events: EventStore, run: RunRow) -> list[Stretch]:
     """Return which steps of a run were trained by how many ranks, and how."""
-    rows = await db_read(events.of_kinds, run.id, attempts.ATTEMPT_KINDS)
-    made = await folded(attempts.attempts, rows)
-    if run.spec["train"].get("on_out_of_memory") != "smaller":
-        return stretches(made, run.step)
-    return stretches(made, run.step, await folded(_micro_batch_sizes, rows))
+    made, sizes = await of_history(events, run.id, attempts.ATTEMPT_KINDS, _attempts_and_sizes)
+    may_differ = run.spec["train"].get("on_out_of_memory") == "smaller"
+    return stretches(made, run.step, sizes if may_differ else {})
 
 
-def _micro_batch_sizes(events: list[EventRow]) -> dict[int, int]:
+def _attempts_and_sizes(events: list[EventRow]) -> tuple[list[Attempt], dict[int, int]]:
     begun = (each for each in events if each.kind == EventKind.TRAINING_STARTED)
-    return {each.attempt: int(each.data["micro_batch_size"]) for each in begun}
+    sizes = {each.attempt: each.data["micro_batch_size"] for each in begun}
+    return attempts.attempts(events), sizes
 
 
 async def check_replay(parts: ServiceParts, spec: RunSpec) -> None:
