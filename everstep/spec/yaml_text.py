@@ -1,8 +1,9 @@
-"""Read and change single fields of a spec in YAML text: its comments and layout stay."""
+"""Read and change single fields of a spec in YAML text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -99,24 +100,35 @@ def _child(node: yaml.Node | None, part: str | int) -> tuple[yaml.Node, yaml.Nod
 def with_value(text: str, path: Sequence[str], value: Any) -> str:
     """Return the text with another value in a field; None removes it.
 
-    Where that cannot be done within the text, it is written anew, without its comments. Raise
-    UsageError if the text is not a mapping in YAML.
+    A scalar that is there is replaced, and a new section comes to the end. For any other change the
+    text is written anew, without its comments. Raise UsageError if it is not a mapping in YAML.
     """
     before = parse_yaml(text, "the spec")
     if before is not None and not isinstance(before, dict):
         raise UsageError("the spec is not a mapping; write fields such as `name: digits`")
     wanted = _set(before or {}, path, value)
-    node = _composed(text)
-    edited = None
-    if isinstance(node, yaml.MappingNode):
-        edited = _removed(text, node, path) if value is None else _edited(text, node, path, value)
+    edited = _edited(text, path, value) if before and value is not None else None
     if edited is not None:
-        try:
+        with suppress(UsageError):
             if parse_yaml(edited, "the spec") == wanted:
                 return edited
-        except UsageError:
-            pass
     return to_yaml(wanted)
+
+
+def _edited(text: str, path: Sequence[str], value: Any) -> str | None:
+    """Return the text with a value in the place of a scalar, or in a new section; None if the field
+    has no such place."""
+    node = _composed(text)
+    for part in path:
+        found = _child(node, part)
+        if found is None:
+            return f"{text.rstrip()}\n{to_yaml(_set({}, path, value))}" if part == path[0] else None
+        node = found[1]
+    if not isinstance(node, yaml.ScalarNode):
+        return None
+    start, end = node.start_mark.index, node.end_mark.index
+    gap = " " if start == end and text[start - 1 : start] == ":" else ""
+    return f"{text[:start]}{gap}{_scalar(value)}{text[end:]}"
 
 
 def _set(value: dict[str, Any], path: Sequence[str], wanted: Any) -> dict[str, Any]:
@@ -131,63 +143,3 @@ def _set(value: dict[str, Any], path: Sequence[str], wanted: Any) -> dict[str, A
     else:
         copy[first] = wanted
     return copy
-
-
-def _edited(text: str, node: yaml.MappingNode, path: Sequence[str], value: Any) -> str | None:
-    """Return the text with a changed or a new field; None if it has no place for it."""
-    found = _child(node, path[0])
-    if found is None:
-        return _inserted(text, node, path, value)
-    _, inner = found
-    if len(path) > 1 and isinstance(inner, yaml.MappingNode):
-        return _edited(text, inner, path[1:], value)
-    is_block = isinstance(inner, yaml.CollectionNode) and not inner.flow_style
-    if len(path) > 1 or is_block:
-        return None
-    start, end = inner.start_mark.index, inner.end_mark.index
-    gap = " " if start == end and text[start - 1 : start] == ":" else ""
-    return f"{text[:start]}{gap}{_scalar(value)}{text[end:]}"
-
-
-def _inserted(text: str, node: yaml.MappingNode, path: Sequence[str], value: Any) -> str | None:
-    if node.flow_style or not node.value:
-        entry = _scalar(value)
-        for name in reversed(path):
-            entry = f"{name}: {entry}" if name == path[0] else f"{{{name}: {entry}}}"
-        start = node.start_mark.index + 1
-        return f"{text[:start]}{entry}{', ' if node.value else ''}{text[start:]}"
-    indent = " " * node.value[0][0].start_mark.column
-    lines = text.splitlines()
-    place = _last_line(node) + 1
-    fresh = [f"{indent}{'  ' * depth}{name}:" for depth, name in enumerate(path)]
-    fresh[-1] += f" {_scalar(value)}"
-    return "\n".join([*lines[:place], *fresh, *lines[place:]]) + "\n"
-
-
-def _last_line(node: yaml.Node) -> int:
-    """Return the last line, from 0, of a node without the comments behind it."""
-    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
-        last = node.value[-1]
-        return _last_line(last[1] if isinstance(last, tuple) else last)
-    line: int = node.end_mark.line
-    is_block = isinstance(node, yaml.ScalarNode) and node.style in ("|", ">")
-    return line - 1 if is_block else line
-
-
-def _removed(text: str, node: yaml.MappingNode, path: Sequence[str]) -> str | None:
-    """Return the text without the line of a field; None if it is not a line of its own."""
-    parent: yaml.Node = node
-    for part in path[:-1]:
-        found = _child(parent, part)
-        if found is None:
-            return text
-        parent = found[1]
-    found = _child(parent, path[-1])
-    if found is None or not isinstance(parent, yaml.MappingNode):
-        return text
-    key, inner = found
-    line = key.start_mark.line
-    if parent.flow_style or inner.end_mark.line != line or len(parent.value) < 2:
-        return None
-    lines = text.splitlines(keepends=True)
-    return "".join([*lines[:line], *lines[line + 1 :]])

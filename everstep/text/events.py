@@ -233,7 +233,7 @@ def room(nodes: Sequence[Node]) -> str:
     alive = [node for node in nodes if node.resources_used is not None]
     parts = [f"{_free(node)} on {node.id[:8]}" for node in alive[:_MOST_NODES]]
     if len(alive) > _MOST_NODES:
-        parts.append(f"and {len(alive) - _MOST_NODES} more nodes (`everstep nodes`)")
+        parts.append(f"and {len(alive) - _MOST_NODES} more nodes (`everstep cluster`)")
     return f"free now: {'; '.join(parts) or 'nothing, as no node is alive'}"
 
 

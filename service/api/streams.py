@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -191,12 +190,8 @@ def response(
 
 POLL_S: Final = 0.1
 
-_RING_FRAMES: Final = 2000
-
-_RING_BYTES: Final = 2 << 20
-"""Maximum bytes of frames in memory for one run; older events are read from the database again."""
-
 _BATCH_EVENTS: Final = 500
+"""Events that a poll reads at most. A follower that is further behind reads them for itself."""
 
 _BACKLOG_EVENTS: Final = 100
 """Events of a piece that is read from the database."""
@@ -204,34 +199,22 @@ _BACKLOG_EVENTS: Final = 100
 
 @dataclass
 class _Tail:
-    """The newest events of one followed run."""
+    """What the last poll has found of one followed run."""
 
     head: int
     """Last seq in the database."""
     status: RunStatus
     base: int
-    """The ring holds the frames after this seq."""
-    ring: deque[bytes] = field(default_factory=deque)
-    ring_bytes: int = 0
+    """Seq after which the frames begin."""
+    frames: Sequence[bytes] = ()
     followers: int = 0
     gone: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def end(self) -> int:
-        """Return the last seq whose frame is in the ring."""
-        return self.base + len(self.ring)
-
-    def frames(self, after: int) -> list[bytes]:
-        """Return the next frames of the ring after this seq, for one piece of a stream."""
-        return piece_of(islice(self.ring, after - self.base, None))
-
-    def extend(self, frames: Sequence[bytes]) -> None:
-        self.ring.extend(frames)
-        self.ring_bytes += sum(map(len, frames))
-        while len(self.ring) > _RING_FRAMES or self.ring_bytes > _RING_BYTES:
-            self.ring_bytes -= len(self.ring.popleft())
-            self.base += 1
+        """Return the seq of the last frame."""
+        return self.base + len(self.frames)
 
     def wake(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
@@ -268,13 +251,10 @@ class EventFeed:
                 tail.wake()
                 continue
             head, status = heads[run_id]
-            if head == tail.head and status == tail.status:
+            if head == tail.end and status == tail.status:
                 continue
-            while tail.end < head:
-                page = await db_read(self._events.page, run_id, tail.end, _BATCH_EVENTS)
-                if not page.rows:
-                    break
-                tail.extend([encode(row) for row in page.rows])
+            page = await db_read(self._events.page, run_id, tail.end, _BATCH_EVENTS)
+            tail.base, tail.frames = tail.end, [encode(row) for row in page.rows]
             tail.head, tail.status = head, RunStatus(status)
             tail.wake()
 
@@ -294,7 +274,7 @@ class EventFeed:
                         return
                     yield piece
                 elif after < tail.end:
-                    frames = tail.frames(after)
+                    frames = piece_of(islice(tail.frames, after - tail.base, None))
                     after += len(frames)
                     piece = b"".join(frames)
                     del frames

@@ -16,7 +16,7 @@ from alembic.util import CommandError
 from psycopg import Error as PsycopgError
 from psycopg.errors import ReadOnlySqlTransaction
 from pydantic_core import from_json, to_json
-from sqlalchemy import Connection, Dialect, Select, Table, create_engine, event, inspect, text
+from sqlalchemy import Connection, Dialect, Select, Table, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
 from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
@@ -29,7 +29,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
-from service.db.tables import TableHooks, metadata
+from service.db.tables import TableHooks
 
 T = TypeVar("T")
 
@@ -114,15 +114,13 @@ class Database:
             config.attributes["connection"] = connection
             try:
                 command.upgrade(config, "head")
-                _check_columns(connection)
             except CommandError as exc:
                 shown = self.url.render_as_string(hide_password=True)
                 raise DatabaseOfAnotherVersion(
                     f"the tables of {shown} are of a version of Everstep that this one does not "
-                    f"know, a newer one or one of before the release of 0.1.0 ({exc}). Nothing was "
-                    "changed. Start the version that wrote them, or name another database and "
-                    "another storage and begin anew; the checkpoints stay as files in the storage "
-                    "(docs/runbook.md, Upgrade)"
+                    f"know ({exc}). Nothing was changed. Start the version that wrote them, or "
+                    "name another database and another storage and begin anew; the checkpoints "
+                    "stay as files in the storage (docs/runbook.md, Upgrade)"
                 ) from exc
 
     @contextmanager
@@ -216,19 +214,6 @@ def checked_url(url: str) -> URL:
             f"{backend} is not supported; use sqlite:///PATH or postgresql+psycopg://…"
         )
     return found.set(drivername=drivers[backend])
-
-
-def _check_columns(connection: Connection) -> None:
-    """Raise CommandError if a table lacks a column: before the release of 0.1.0, tables changed
-    without a new revision."""
-    found = {
-        name: {column["name"] for column in columns}
-        for (_, name), columns in inspect(connection).get_multi_columns().items()
-    }
-    for table in metadata.sorted_tables:
-        missing = {column.name for column in table.columns} - found.get(table.name, set())
-        if missing:
-            raise CommandError(f"{table.name} lacks {', '.join(sorted(missing))}")
 
 
 def _configure_sqlite(connection: Any, _record: object) -> None:

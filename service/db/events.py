@@ -128,8 +128,7 @@ class EventStore(Store):
         """Return the next events after ``seq``, in order, and whether there are more.
 
         A page ends at ``limit`` events, or before the event with which their data would exceed
-        ``most_bytes``; it has at least one event if there is any. The database sums the sizes, so
-        no more than that is ever read.
+        ``most_bytes``; it has at least one event if there is any.
         """
         return self._page(
             [events.c.run_id == run_id, events.c.seq > seq], limit, kinds, asc, most_bytes
@@ -156,31 +155,21 @@ class EventStore(Store):
         most_bytes: int = PAGE_BYTES,
     ) -> EventPage:
         """Return a page of the events at these places, in this order."""
-        run = places[0]
         if kinds is not None:
             places.append(events.c.kind.in_(sorted(kinds)))
-        first = (
-            select(events.c.seq, self._data_bytes().label("bytes"))
-            .where(*places)
-            .order_by(order(events.c.seq))
-            .limit(limit + 1)
-            .subquery()
-        )
-        place = func.row_number().over(order_by=order(first.c.seq)).label("place")
-        total = func.sum(first.c.bytes).over(order_by=order(first.c.seq)).label("total")
-        summed = select(first.c.seq, place, total, func.count().over().label("num")).subquery()
-        query = (
-            EventRow.select(events)
-            .add_columns(summed.c.num)
-            .join(summed, events.c.seq == summed.c.seq)
-            .where(run, summed.c.place <= limit)
-            .where(or_(summed.c.total <= most_bytes, summed.c.place == 1))
-            .order_by(order(events.c.seq))
-        )
+        query = EventRow.select(events).add_columns(self._data_bytes()).where(*places)
+        query = query.order_by(order(events.c.seq)).limit(limit + 1)
+        rows: list[EventRow] = []
         with self._database.read() as connection:
-            found = connection.execute(query).all()
-        rows = tuple(EventRow(*row[:-1]) for row in found)
-        return EventPage(rows, more=bool(found) and found[0].num > len(rows))
+            # read one after the other: a page's events may have gigabytes together
+            options = {"stream_results": True, "max_row_buffer": 16}
+            with connection.execute(query, execution_options=options) as found:
+                for *row, num_bytes in found:
+                    most_bytes -= num_bytes
+                    if len(rows) == limit or (rows and most_bytes < 0):
+                        return EventPage(tuple(rows), more=True)
+                    rows.append(EventRow(*row))
+        return EventPage(tuple(rows), more=False)
 
     def _data_bytes(self) -> ColumnElement[int]:
         if self._database.is_sqlite:
@@ -328,6 +317,10 @@ def _changes(run: RunRow, event: EventRow) -> Changes:
 # Time series of metrics, down-sampled in the database: of a million points, only those that are
 # shown are read.
 
+Point = tuple[int, float, float | None]
+"""(step, unix seconds, value); None was not finite."""
+MIN_POINTS = 4
+
 
 class SeriesStore(Store):
     """Metrics of runs, by name and step."""
@@ -365,16 +358,14 @@ class SeriesStore(Store):
         with self._database.read() as connection:
             found = _rows(connection, query if most is None else query.limit(most + 1))
             if most is not None and len(found) > most:
-                last = _rows(
+                [last] = _rows(
                     connection, _series(run_id, name).order_by(metrics.c.step.desc()).limit(1)
-                )[0]
-                found = downsample(
-                    _rows(
-                        connection,
-                        _outstanding(run_id, name, found[0][0], last[0], most),
-                    ),
-                    most,
                 )
+                query = _outstanding(run_id, name, found[0][0], last[0], most)
+                # of the fewest points, those that are not finite go first
+                found = _rows(connection, query)
+                if len(found) > most:
+                    found = [each for each in found if each[2] is not None or each == last]
         return [MetricPoint(name, *point) for point in found]
 
 
@@ -391,7 +382,7 @@ def _rows(connection: Connection, query: Select[Any]) -> list[Point]:
 def _outstanding(run_id: str, name: str, first: int, last: int, most: int) -> Select[Any]:
     """Return the query for candidate points by step: both ends of the series, and of each part its
     largest value, its smallest, and one that is not finite."""
-    width = -(-(last - first + 1) // max(1, (most - 2) // 2))
+    width = -(-(last - first + 1) // max(1, (most - 2) // 3))
     mine, value = (metrics.c.run_id == run_id, metrics.c.name == name), metrics.c.value
     part = (metrics.c.step - first) // width
     parts = (
@@ -411,46 +402,3 @@ def _outstanding(run_id: str, name: str, first: int, last: int, most: int) -> Se
         .where(or_(metrics.c.step.in_((first, last)), metrics.c.step.in_(picked)))
         .order_by(metrics.c.step)
     )
-
-
-# ---------------------------------------------------------------- thinning
-
-# Thin a series without changing its picture: every bucket keeps its extremes.
-
-Point = tuple[int, float, float | None]
-"""(step, unix seconds, value); None was not finite."""
-
-MIN_POINTS = 4
-
-
-def downsample(points: Sequence[Point], max_points: int) -> list[Point]:
-    """Return at most ``max_points`` points, in order: the first, the last, and of each bucket the
-    smallest and largest value, and one that is not finite if there is one.
-
-    Args:
-        points: In order of steps.
-        max_points: At least MIN_POINTS.
-    """
-    if len(points) <= max_points:
-        return list(points)
-    inner = range(1, len(points) - 1)
-    per_bucket = 3 if any(points[index][2] is None for index in inner) else 2
-    num_buckets = max(1, (max_points - 2) // per_bucket)
-    keep = {0, len(points) - 1}
-    for bucket in range(num_buckets):
-        keep |= _extremes(
-            points,
-            inner[bucket * len(inner) // num_buckets : (bucket + 1) * len(inner) // num_buckets],
-        )
-    # Still too many for one bucket: drop values that are not finite first, keep the extremes.
-    while len(keep) > max_points:
-        keep.remove(next((index for index in sorted(keep) if points[index][2] is None), max(keep)))
-    return [points[index] for index in sorted(keep)]
-
-
-def _extremes(points: Sequence[Point], indices: Sequence[int]) -> set[int]:
-    """Return the indices of the smallest and largest value and of the first that is not finite."""
-    finite = [(value, index) for index in indices if (value := points[index][2]) is not None]
-    missing = next((index for index in indices if points[index][2] is None), None)
-    found = {min(finite)[1], max(finite)[1]} if finite else set()
-    return found if missing is None else found | {missing}

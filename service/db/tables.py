@@ -29,6 +29,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
+from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.model.states import LIVE
 
@@ -220,20 +221,6 @@ audit_log = Table(
     Index(None, "token_id", "seq"),
 )
 
-notifications = Table(
-    "notifications",
-    metadata,
-    # not a foreign key: sent even if the run is deleted meanwhile
-    Column("run_id", RUN_ID, primary_key=True),
-    Column("seq", Integer, primary_key=True),  # of the status event
-    Column("url", String(2048), nullable=False),
-    Column("body", Text, nullable=False),  # sent as it is
-    Column("created_at", Double, nullable=False),
-    Column("next_at", Double, nullable=False),
-    Column("num_tries", Integer, nullable=False),
-    Index(None, "next_at"),
-)
-
 leases = Table(
     "leases",
     metadata,
@@ -314,5 +301,8 @@ class TableHooks:
     """Called at the end of a transaction that changes a run, with the run as it will be and unix
     seconds, after one of ``run_events``, and when the run ends or pauses."""
     run_events: frozenset[str] = frozenset()
+    status_changed: Callable[[Connection, RunRow, EventRow], None] | None = None
+    """Called in the transaction in which a run reaches a status, with the run as it is then and the
+    event that says so."""
     of_project: tuple[Table, ...] = ()
     """Tables with a column ``project`` whose rows are deleted with their project."""

@@ -11,9 +11,8 @@ from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, select, u
 
 from everstep.wire import Reason, RunStatus
 from everstep.wire.events import UNFIT, EventKind
-from service.db.audit import Notification, notification_of
 from service.db.engine import insert_into
-from service.db.tables import TableHooks, events, metrics, notifications, runs, transitions
+from service.db.tables import TableHooks, events, metrics, runs, transitions
 from service.model.rows import EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict, check_legal
@@ -54,7 +53,6 @@ class RunWriter:
         self._events: list[dict[str, Any]] = []
         self._transitions: list[dict[str, Any]] = []
         self._points: dict[tuple[str, int], MetricPoint] = {}
-        self._notices: list[Notification] = []
         self._kinds: set[str] = set()
         self._has_stopped = False
 
@@ -169,9 +167,9 @@ class RunWriter:
             at,
             {"from": before.value if before else None, "to": run.status.value, "reason": reason},
         )
-        notice = notification_of(run, event.seq, at)
-        if notice is not None:
-            self._notices.append(notice)
+        for hook in self._hooks:
+            if hook.status_changed:
+                hook.status_changed(self._connection, run, event)
         self._transitions.append(
             {
                 "run_id": run.id,
@@ -218,14 +216,10 @@ class RunWriter:
             self._connection.execute(_INSERT_TRANSITIONS, self._transitions)
         if self._points:
             self._upsert_points()
-        if self._notices:
-            self._connection.execute(
-                insert(notifications), [notice.columns() for notice in self._notices]
-            )
         for hook in self._hooks:
             if hook.run_changed and (self._has_stopped or self._kinds & hook.run_events):
                 hook.run_changed(self._connection, self.run, self.now)
-        self._events, self._transitions, self._points, self._notices = [], [], {}, []
+        self._events, self._transitions, self._points = [], [], {}
         self._kinds, self._has_stopped = set(), False
         return self.run
 

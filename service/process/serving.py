@@ -27,7 +27,6 @@ from service.api.callers import LogInCodes
 from service.api.streams import EventFeed
 from service.cluster.cluster_view import ClusterView
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
-from service.db.audit import NotificationStore
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.lease import LeaseStore
@@ -41,10 +40,9 @@ from service.figures import RunFigures
 from service.parts import ServiceParts
 from service.process.app import composed, create_app, reach
 from service.process.http import ApiServer, base_url
-from service.reconciler.loop import Background, Leadership, Reconciler
+from service.reconciler.loop import Leadership, Reconciler
 from service.reconciler.ray_poller import DRIVER, driver_entrypoint
 from service.reconciler.scrub import ScrubRule
-from service.reconciler.webhook_sender import NOTIFY_INTERVAL_S, Notifier
 from service.settings import Settings, published_url
 from storage.filesystem import Storage
 
@@ -131,13 +129,9 @@ def made_reconciler(parts: ServiceParts, figures: RunFigures) -> Reconciler:
     lease, since the home's lock keeps other services out.
     """
     settings, storage, database = parts[Settings], parts[Storage], parts[Database]
-    public_url = parts[ServiceLinks].public_url
     leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
     mine = database if leadership is None else database.guarded(leadership.check)
     led = parts.but(mine, Database)
-    notifier = Notifier(
-        NotificationStore(mine), EventStore(mine), settings.notify, public_url=public_url
-    )
     return Reconciler(
         RunStore(mine),
         EventStore(mine),
@@ -148,11 +142,8 @@ def made_reconciler(parts: ServiceParts, figures: RunFigures) -> Reconciler:
         scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
         figures=figures,
         leadership=leadership,
-        beside=[
-            Background(NOTIFY_INTERVAL_S, notifier.work),
-            *(work for annex in ANNEXES if annex.beside for work in annex.beside(led)),
-        ],
-        public_url=public_url,
+        beside=[work for annex in ANNEXES if annex.beside for work in annex.beside(led)],
+        public_url=parts[ServiceLinks].public_url,
         entrypoint=driver_entrypoint(
             storage.uri, shlex.join(worker_start.DRIVER) if settings.embedded else DRIVER
         ),

@@ -8,7 +8,7 @@ time only moves between buckets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
@@ -229,16 +229,6 @@ class TimeLedger:
         if status == RunStatus.RECOVERING:
             self._interrupted(None, is_own_loop)
         self.bucket = _BUCKET_OF_STATUS.get(status, self.bucket)
-
-
-def goodput(
-    created_at: float, events: Iterable[EventRow], end: float, *, is_own_loop: bool = False
-) -> Goodput:
-    """Return the goodput of a whole history. Times are unix seconds."""
-    ledger = TimeLedger.begin(created_at)
-    for event in events:
-        ledger.apply(event, latest=end, is_own_loop=is_own_loop)
-    return ledger.close(end)
 
 
 # ---------------------------------------------------------------- work

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -75,31 +75,18 @@ def folded(fold: Callable[[list[EventRow]], T], rows: Iterable[EventRow]) -> T:
         return fold(left)
     left = [row for row in left if _fits(fold, [row])]
     for _ in range(_MOST_UNFIT):
-        followed = _Followed(left)
         with suppress(*UNFIT):
-            return fold(followed)
-        first = followed.place
-        if not _fits(fold, left[:first]):  # it failed after it had read what does not fit
-            if len(left) > _MOST_SEARCHED:
-                break
-            places = range(1, len(left) + 1)
-            first = bisect_left(places, True, key=lambda end: not _fits(fold, left[:end]))
+            return fold(left)
+        if len(left) > _MOST_SEARCHED:
+            break
+        places = range(1, len(left) + 1)
+        first = bisect_left(places, True, key=lambda end: not _fits(fold, left[:end]))
         logger.warning("event_left_out", kind=left[first].kind, seq=left[first].seq)
         del left[first]
     with suppress(*UNFIT):
         return fold(left)
     logger.error("history_left_out", events=len(left))
     return fold([])
-
-
-class _Followed(list[EventRow]):
-    """Events, and the place of the one that was read last."""
-
-    place = 0
-
-    def __iter__(self) -> Iterator[EventRow]:
-        for self.place, row in enumerate(super().__iter__()):
-            yield row
 
 
 def _fits(fold: Callable[[list[EventRow]], object], rows: list[EventRow]) -> bool:

@@ -41,7 +41,7 @@ from storage.code import CodeStore, look_at, read_members
 from storage.errors import StorageNotFound
 from storage.filesystem import Storage
 
-ANNEXED_FIELDS: Final = ("replay",)
+ANNEXED_FIELDS: Final = ("notify", "replay")
 """Fields of a spec that annexes serve. A service without the annex refuses them."""
 
 
@@ -139,14 +139,14 @@ class Submissions:
         with _gathered(faults):
             self.settings.pip_rule.check(spec)
         with _gathered(faults):
-            self._check_notify(spec)
-        with _gathered(faults):
             StorageRoots(self.settings.storage_roots).check_data(spec)
         if spec.code is not None:
             with _gathered(faults):
                 await self._check_code(caller, spec.project, spec.code)
-        with _gathered(faults):
-            await self._check_annexed(spec)
+        for name in ANNEXED_FIELDS:
+            if getattr(spec, name) is not None:
+                with _gathered(faults):
+                    await self._check_annexed(spec, name)
         if spec.origin is not None and find_origin:
             with _gathered(faults):
                 spec = await with_origin(
@@ -156,25 +156,16 @@ class Submissions:
             raise InvalidSpec(tuple(faults))
         return spec
 
-    async def _check_annexed(self, spec: RunSpec) -> None:
-        """Check the fields that only annexes serve. Raises InvalidSpec."""
-        annexes = self.parts[Annexes]
-        checks = {name: check for annex in annexes for name, check in annex.spec_checks.items()}
-        for name in ANNEXED_FIELDS:
-            if getattr(spec, name) is None:
-                continue
-            if name not in checks:
-                msg = f"this service has no {name}s; leave the field out"
-                raise InvalidSpec((FieldError((name,), msg),))
-            await checks[name](self.parts, spec)
-
-    def _check_notify(self, spec: RunSpec) -> None:
-        """Raise InvalidSpec if this service does not call the URL."""
-        rule = self.settings.notify
-        if spec.notify is not None and not rule.allows(spec.notify.url):
-            allowed = ", ".join(sorted(rule.origins)) or "none"
-            msg = f"its origin is not allowed; use one that the operator allows: {allowed}"
-            raise InvalidSpec((FieldError(("notify", "url"), msg),))
+    async def _check_annexed(self, spec: RunSpec, name: str) -> None:
+        """Check a field that only an annex serves. Raises InvalidSpec."""
+        checks = [
+            each.spec_checks[name] for each in self.parts[Annexes] if name in each.spec_checks
+        ]
+        if not checks:
+            msg = f"this service does not serve {name}; leave the field out"
+            raise InvalidSpec((FieldError((name,), msg),))
+        for check in checks:
+            await check(self.parts, spec)
 
     async def _check_code(self, caller: Principal, project: str, code: CodeSpec) -> None:
         """Check the code that a run of a project brings, without running any of it.

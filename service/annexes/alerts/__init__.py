@@ -1,4 +1,4 @@
-"""Alerts: messages to people and programs when something happens to a project's runs."""
+"""Alerts and webhooks: messages to people and programs when something happens to runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Final
 from service.annex import Annex, Beside, PageLink
 from service.annexes.alerts import pages, routes
 from service.annexes.alerts.sender import AlertSender
-from service.annexes.alerts.store import TELLING_KINDS, DeliveryStore, IncidentStore, apply_alerts
+from service.annexes.alerts.store import TELLING_KINDS, apply_alerts, queue_webhook
 from service.annexes.alerts.tables import alerts
 from service.api.answers import ServiceLinks
 from service.db.engine import Database
-from service.db.events import EventStore
 from service.db.tables import TableHooks
 from service.parts import ServiceParts
 from service.reconciler.loop import Background
@@ -23,15 +22,8 @@ INTERVAL_S: Final = 1.0
 
 def beside(parts: ServiceParts) -> Sequence[Beside]:
     """Return the work that sends messages."""
-    settings, database = parts[Settings], parts[Database]
-    sender = AlertSender(
-        DeliveryStore(database),
-        IncidentStore(database),
-        EventStore(database),
-        settings.notify,
-        settings.mail,
-        parts[ServiceLinks].public_url,
-    )
+    settings, url = parts[Settings], parts[ServiceLinks].public_url
+    sender = AlertSender(parts[Database], settings.notify, settings.mail, url)
     return [Background(INTERVAL_S, sender.work)]
 
 
@@ -41,6 +33,12 @@ ALERTS: Final = Annex(
     pages=(pages.router,),
     navigation=(PageLink("/alerts", "Alerts", 60, "admin"),),
     package="service.annexes.alerts",
-    tables=TableHooks(run_changed=apply_alerts, run_events=TELLING_KINDS, of_project=(alerts,)),
+    tables=TableHooks(
+        run_changed=apply_alerts,
+        run_events=TELLING_KINDS,
+        status_changed=queue_webhook,
+        of_project=(alerts,),
+    ),
+    spec_checks={"notify": routes.check_notify},
     beside=beside,
 )

@@ -8,7 +8,9 @@ from urllib.parse import urlsplit
 
 from fastapi import Depends, Path, Query
 
+from everstep.errors import FieldError, InvalidSpec
 from everstep.options.serve import OPTIONS
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import Page
 from everstep.wire.alerts import Alert, AlertDelivery, AlertRequest
 from service.annexes.alerts.rules import example_message
@@ -24,6 +26,7 @@ from service.api.openapi import followed_by, problem_answers
 from service.api.problems import invalid_request, not_found
 from service.db.audit import note_target
 from service.model.rows import to_time
+from service.parts import ServiceParts
 from service.settings import Settings
 
 router: Final = ApiRouter("/v1/alerts", "alerts")
@@ -100,6 +103,15 @@ async def add_alert(
         except NotAllowed as exc:
             raise invalid_request("url", msg=str(exc)) from exc
     return alert_answer(await db_write(alerts.create, wanted, token_id))
+
+
+async def check_notify(parts: ServiceParts, spec: RunSpec) -> None:
+    """Check the webhook of a spec. Raises InvalidSpec if this service does not call its URL."""
+    rule = parts[Settings].notify
+    if spec.notify is not None and not rule.allows(spec.notify.url):
+        allowed = ", ".join(sorted(rule.origins)) or "none"
+        msg = f"its origin is not allowed; use one that the operator allows: {allowed}"
+        raise InvalidSpec((FieldError(("notify", "url"), msg),))
 
 
 @router.get("", summary="Alerts", responses=problem_answers(403, 422))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -19,7 +19,7 @@ from everstep.wire.alerts import (
     AlertWhen,
 )
 from service.annexes.alerts.tables import AlertRow
-from service.model.rows import to_time
+from service.model.rows import EventRow, to_time
 from service.model.run_rows import RunRow
 from service.projections.attempts import failure_of, first_line
 
@@ -139,21 +139,26 @@ def message_of(
     ).model_dump(mode="json")
 
 
-def with_failure(message: AlertMessage, failures: Sequence[Failure]) -> AlertMessage:
-    """Return a message with the run's last failure, and how long all recoveries took.
+def with_failure(message: Mapping[str, Any], failures: Sequence[Failure]) -> dict[str, Any]:
+    """Return the JSON of an alert's or webhook's message with the run's last failure, and what all
+    of them have cost.
 
-    Finding them takes as long as the history is, so the transaction of the incident does not."""
+    Finding them takes as long as the history is, so the transaction that queues it does not."""
     if not failures:
-        return message
-    took_s = sum(each.recovery_s or 0.0 for each in failures)
-    found: dict[str, Any] = {
-        "failure": failure_of(failures[-1]),
-        "cost": message.cost.model_copy(update={"recovery_s": took_s}),
+        return dict(message)
+    last = failures[-1]
+    cost = {
+        "steps_lost": sum(each.steps_lost or 0 for each in failures),
+        "recovery_s": sum(each.recovery_s or 0.0 for each in failures),
     }
-    if message.event == "trigger" and message.when == "recovered":
-        why = failure_words.headline(failures[-1])
-        found["summary"] = first_line(f"{message.summary}; last: {why}")
-    return message.model_copy(update=found)
+    found = {
+        **message,
+        "failure": failure_of(last).model_dump(mode="json"),
+        "cost": {**message["cost"], **cost},
+    }
+    if message.get("event") == "trigger" and message["when"] == "recovered":
+        found["summary"] = first_line(f"{message['summary']}; last: {failure_words.headline(last)}")
+    return found
 
 
 def example_message(alert: AlertRow, now: float) -> dict[str, Any]:
@@ -253,3 +258,27 @@ def _resolved(
             return f"{run.name}: {subject} no longer slows its peers down"
         case _:
             return f"{run.name} is at step {run.step}; it is {run.status.lower()}"
+
+
+# ---------------------------------------------------------------- webhooks
+
+# What a webhook says, which a run's spec asks for by ``notify``.
+
+
+NO_FAILURE: Final = {"failure": None, "cost": {"steps_lost": 0, "recovery_s": 0.0}}
+
+
+def webhook_of(run: RunRow, event: EventRow) -> dict[str, Any]:
+    """Return the body for the status that a run has just reached, by its event. Its sender adds
+    the link and ``with_failure``."""
+    return {
+        "run_id": run.id,
+        "name": run.name,
+        "project": run.project,
+        "status": run.status.value,
+        "reason": event.data["reason"],
+        "step": run.step,
+        "seq": event.seq,
+        "at": event.at,
+        **NO_FAILURE,
+    }

@@ -1,18 +1,21 @@
-"""Sends the messages of alerts: each in its receiver's format, again and again for a day, and only
-from the process that holds the reconciler's lease.
+"""Sends the messages of alerts and the webhooks of runs: each in its receiver's format, again and
+again for a day, and only from the process that holds the reconciler's lease.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import ipaddress
 import smtplib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from email.message import EmailMessage
+from functools import cache
 from typing import Any, Final
 
 import httpx
@@ -26,20 +29,10 @@ from service.annexes.alerts import formats
 from service.annexes.alerts.rules import with_failure
 from service.annexes.alerts.store import DeliveryStore, IncidentStore
 from service.annexes.alerts.tables import AlertRow, DeliveryRow
-from service.db.engine import DatabaseError
+from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
 from service.model.operator_rules import MailServer
 from service.model.rows import past
-from service.reconciler.webhook_sender import (
-    DELIVERY_HEADER,
-    SIGNATURE_HEADER,
-    TIMEOUT_S,
-    Outcome,
-    client,
-    post,
-    retry_pause_s,
-    signature,
-)
 from service.submission_rules.allowed import NotifyRule, origin_of
 
 OVER_TIME_S: Final = 5.0
@@ -55,10 +48,9 @@ class AlertSender:
     """Sends due messages.
 
     Args:
-        deliveries: Stored messages.
-        incidents: Applies rules over time.
-        events: Histories of runs, for the failures that a message names.
-        rule: Origins that may be called although they are not public, and the key of signatures.
+        database: Where messages are, and the histories of runs.
+        rule: Origins that webhooks may call, and alerts although they are not public; the key of
+            signatures.
         mail: The operator's mail server; None if there is none.
         public_url: Base URL of the run pages; None for no links.
         clock: Unix seconds.
@@ -67,18 +59,16 @@ class AlertSender:
 
     def __init__(
         self,
-        deliveries: DeliveryStore,
-        incidents: IncidentStore,
-        events: EventStore,
+        database: Database,
         rule: NotifyRule,
         mail: MailServer | None = None,
         public_url: str | None = None,
         clock: Callable[[], float] = time.time,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._deliveries = deliveries
-        self._incidents = incidents
-        self._events = events
+        self._deliveries = DeliveryStore(database, clock)
+        self._incidents = IncidentStore(database, clock)
+        self._events = EventStore(database, clock)
         self._rule = rule
         self._mail = mail
         self._public_url = public_url
@@ -92,6 +82,7 @@ class AlertSender:
         if now - past(self._applied_at, now) >= OVER_TIME_S:
             self._applied_at = now
             await asyncio.to_thread(self._incidents.work)
+            await asyncio.to_thread(self._deliveries.adopt)
         if now - past(self._pruned_at, now) >= PRUNE_S:
             self._pruned_at = now
             await asyncio.to_thread(self._deliveries.prune)
@@ -102,22 +93,25 @@ class AlertSender:
 
     def _completed(self, delivery: DeliveryRow) -> DeliveryRow:
         """Return a message with the run's failures, before its first try."""
-        if delivery.num_tries or delivery.run_id is None or delivery.message["failure"]:
+        message = delivery.message
+        if delivery.num_tries or delivery.run_id is None or message["failure"]:
             return delivery
-        message = AlertMessage.model_validate(delivery.message)
-        told = with_failure(message, self._events.failures(delivery.run_id))
-        return replace(delivery, message=told.model_dump(mode="json"))
+        failures = self._events.failures(delivery.run_id, message.get("seq"))
+        return replace(delivery, message=with_failure(message, failures))
 
-    async def _try(self, http: httpx.AsyncClient, delivery: DeliveryRow, alert: AlertRow) -> None:
+    async def _try(
+        self, http: httpx.AsyncClient, delivery: DeliveryRow, alert: AlertRow | None
+    ) -> None:
         try:
             delivery = await asyncio.to_thread(self._completed, delivery)
             outcome = await self._sent(http, delivery, alert)
         except DatabaseError:
             raise
         except Exception as exc:  # One message that cannot be made must not hold up the others.
-            log.exception("a message of an alert could not be made", alert_id=alert.id)
+            log.exception("a message could not be made", delivery_id=delivery.id)
             outcome = Outcome(f"the message could not be made: {type(exc).__name__}")
-        outcome = without_secrets(outcome, secrets_of(alert))
+        target = alert.target if alert is not None else {"url": delivery.url}
+        outcome = without_secrets(outcome, secrets_of(target))
         now = self._clock()
         values: dict[str, Any] = {
             "message": delivery.message,
@@ -133,8 +127,9 @@ class AlertSender:
             values["next_at"] = now + retry_pause_s(delivery.num_tries, outcome.wait_s)
         if outcome.error is not None:
             log.warning(
-                "a message of an alert was not delivered",
-                alert_id=alert.id,
+                "a message was not delivered",
+                alert_id=delivery.alert_id,
+                run_id=delivery.run_id,
                 delivery_id=delivery.id,
                 problem=outcome.error,
                 tries_again="next_at" in values,
@@ -142,28 +137,41 @@ class AlertSender:
         await asyncio.to_thread(self._deliveries.record, delivery, values)
 
     async def _sent(
-        self, http: httpx.AsyncClient, delivery: DeliveryRow, alert: AlertRow
+        self, http: httpx.AsyncClient, delivery: DeliveryRow, alert: AlertRow | None
     ) -> Outcome:
-        message = AlertMessage.model_validate({**delivery.message, "id": delivery.id})
+        link = None
         if self._public_url and delivery.run_id is not None:
-            url = f"{self._public_url}/runs/{delivery.run_id}"
-            message = message.model_copy(
-                update={"run": message.run.model_copy(update={"url": url})}
-            )
+            link = f"{self._public_url}/runs/{delivery.run_id}"
+        if alert is None:
+            url = str(delivery.url)
+            if not self._rule.allows(url):
+                return Outcome(f"not sent: its origin is not allowed; name it in {_VARIABLE}")
+            body = to_json({**delivery.message, **({"url": link} if link else {})})
+            return await self._posted(http, url, body, delivery.incident, is_signed=True)
+        message = AlertMessage.model_validate({**delivery.message, "id": delivery.id})
+        if link:
+            run = message.run.model_copy(update={"url": link})
+            message = message.model_copy(update={"run": run})
         if alert.format == "email":
             if self._mail is None:
                 return Outcome("this service has no mail server; set EVERSTEP_SMTP_URL")
             mail = formats.email(message, self._mail.sender, alert.target["addresses"])
             return await asyncio.to_thread(send, self._mail, mail)
+        url, body = alert.target["url"], body_of(message, alert)
+        is_signed = alert.format == "json"
+        return await self._posted(http, url, body, delivery.id, is_signed=is_signed)
+
+    async def _posted(
+        self, http: httpx.AsyncClient, url: str, body: bytes, delivery_id: str, *, is_signed: bool
+    ) -> Outcome:
         try:
-            place, headers, extensions = await reachable(alert.target["url"], self._rule)
+            place, headers, extensions = await reachable(url, self._rule)
         except NotAllowed as exc:
             return Outcome(f"not sent: the URL {exc}")
         except OSError as exc:
             return Outcome(f"the host's name does not resolve: {exc.strerror or exc}")
-        body = body_of(message, alert)
-        headers[DELIVERY_HEADER] = delivery.id
-        if alert.format == "json" and self._rule.secret:
+        headers[DELIVERY_HEADER] = delivery_id
+        if is_signed and self._rule.secret:
             headers[SIGNATURE_HEADER] = signature(self._rule.secret, int(self._clock()), body)
         return await post(http, place, body, headers, extensions)
 
@@ -181,11 +189,11 @@ def body_of(message: AlertMessage, alert: AlertRow) -> bytes:
             return message.model_dump_json().encode()
 
 
-def secrets_of(alert: AlertRow) -> list[str]:
-    """Return the texts that no answer, error or log may show."""
-    url = str(alert.target.get("url", ""))
+def secrets_of(target: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a target that no answer, error or log may show."""
+    url = str(target.get("url", ""))
     parts = [url, httpx.URL(url).raw_path.decode("ascii")] if url else []
-    return [each for each in (*parts, alert.target.get("routing_key", "")) if len(each) > 1]
+    return [each for each in (*parts, target.get("routing_key", "")) if len(each) > 1]
 
 
 def without_secrets(outcome: Outcome, secrets: Iterable[str]) -> Outcome:
@@ -200,6 +208,116 @@ def without_secrets(outcome: Outcome, secrets: Iterable[str]) -> Outcome:
         return printable_lines(written_out(text))[:_MOST_CHARS]
 
     return replace(outcome, error=shown(outcome.error), answer=shown(outcome.answer))
+
+
+# ---------------------------------------------------------------- http post
+
+# One POST to the outside.
+
+TIMEOUT_S: Final = 5.0
+SIGNATURE_HEADER: Final = "Everstep-Signature"
+DELIVERY_HEADER: Final = "Everstep-Delivery"
+_FIRST_PAUSE_S: Final = 2.0
+_LONGEST_PAUSE_S: Final = 3600.0
+_MOST_ANSWER_BYTES: Final = 2000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one try to deliver a message."""
+
+    error: str | None = None
+    """Why it was not delivered; None if it was."""
+    status: int | None = None
+    """HTTP or SMTP status; None without an answer."""
+    answer: str | None = None
+    """First characters of the answer."""
+    wait_s: float = 0.0
+    """How long the receiver wants to be left alone."""
+
+
+def retry_pause_s(num_tries: int, wait_s: float = 0.0) -> float:
+    """Return the seconds until a message that failed is sent again.
+
+    Args:
+        num_tries: Tries before the one that failed; each doubles the pause, up to an hour.
+        wait_s: How long the receiver wants to be left alone.
+    """
+    pause_s = _FIRST_PAUSE_S * 2.0 ** min(num_tries, 16)
+    return min(_LONGEST_PAUSE_S, max(pause_s, wait_s))
+
+
+def signature(secret: str, at: int, body: bytes) -> str:
+    """Return ``t=UNIX_SECONDS,v1=HEX``, the HMAC-SHA256 of ``UNIX_SECONDS.BODY``.
+
+    The time lets receivers refuse replays.
+    """
+    digest = hmac.new(secret.encode(), f"{at}.".encode() + body, hashlib.sha256).hexdigest()
+    return f"t={at},v1={digest}"
+
+
+def client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+    """Return a client for calls to the outside. No redirects, which may lead anywhere, and no proxy
+    or credentials of the environment."""
+    return httpx.AsyncClient(
+        verify=_certificates(),
+        timeout=TIMEOUT_S,
+        follow_redirects=False,
+        trust_env=False,
+        transport=transport,
+    )
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Return the authorities that are trusted; loading them takes long enough to delay requests."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
+async def post(
+    http: httpx.AsyncClient,
+    url: httpx.URL | str,
+    body: bytes,
+    headers: Mapping[str, str],
+    extensions: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Send JSON. Only the status decides; some of the answer is kept for whoever reads the error.
+
+    Any status but 2xx is an error, and so is no complete answer within ``2 * TIMEOUT_S`` seconds.
+    """
+    kind = {"Content-Type": "application/json"}
+    try:
+        async with (
+            asyncio.timeout(2 * TIMEOUT_S),
+            http.stream(
+                "POST",
+                url,
+                content=body,
+                headers={**kind, **headers},
+                extensions=dict(extensions or {}),
+            ) as answer,
+        ):
+            text = "" if answer.is_success else await _beginning(answer)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as exc:
+        return Outcome(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
+    if answer.is_success:
+        return Outcome(None, answer.status_code)
+    wait_s = _seconds(answer.headers.get("Retry-After"))
+    return Outcome(f"it answered {answer.status_code}", answer.status_code, text, wait_s)
+
+
+async def _beginning(answer: httpx.Response) -> str:
+    found = b""
+    async for chunk in answer.aiter_bytes():
+        found += chunk
+        if len(found) >= _MOST_ANSWER_BYTES:
+            break
+    return found[:_MOST_ANSWER_BYTES].decode(errors="replace")
+
+
+def _seconds(retry_after: str | None) -> float:
+    known = retry_after is not None and retry_after.isascii() and retry_after.isdigit()
+    return min(float(retry_after), _LONGEST_PAUSE_S) if known and retry_after else 0.0
 
 
 # ---------------------------------------------------------------- addresses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
@@ -10,13 +11,22 @@ from sqlalchemy import Connection, delete, exists, func, insert, or_, select, up
 from everstep.wire import RunStatus, Straggler
 from everstep.wire.alerts import AlertEvent, AlertRequest
 from everstep.wire.events import EventKind
-from service.annexes.alerts.rules import HOUR_S, AlertFacts, IncidentChanges, changes, message_of
+from service.annexes.alerts.rules import (
+    HOUR_S,
+    NO_FAILURE,
+    AlertFacts,
+    IncidentChanges,
+    changes,
+    message_of,
+    webhook_of,
+)
 from service.annexes.alerts.tables import (
     AlertRow,
     DeliveryRow,
     alert_deliveries,
     alert_incidents,
     alerts,
+    notifications,
 )
 from service.db.audit import note_target
 from service.db.engine import Store
@@ -24,7 +34,7 @@ from service.db.events import events_of
 from service.db.ids import new_id
 from service.db.projects import ensure_project
 from service.db.tables import IS_LIVE, events, runs, transitions
-from service.model.rows import past
+from service.model.rows import EventRow, past
 from service.model.run_rows import RunRow
 from service.projections import protection as straggler_fold
 from service.projections.goodput import WorkLedger
@@ -83,18 +93,25 @@ class AlertStore(Store):
         now = self.clock()
         with self._database.write() as connection:
             delivery_id = queue(
-                connection, alert.id, None, "test", message, now, retries_last_s=0.0
+                connection,
+                message,
+                now,
+                incident=message["incident"],
+                event="test",
+                alert_id=alert.id,
+                give_up_at=now,
             )
             return _delivery(connection, delivery_id)
 
     def deliveries(
         self, alert_id: str | None, limit: int, before: int | None = None
     ) -> list[DeliveryRow]:
-        """Return the messages of a rule, or of all, newest first; only those before ``before``, a
-        ``seq``."""
-        query = DeliveryRow.select(alert_deliveries)
-        if alert_id is not None:
-            query = query.where(_COLUMNS.alert_id == alert_id)
+        """Return the messages of a rule, or of all rules, newest first; only those before
+        ``before``, a ``seq``."""
+        of_rule = (
+            _COLUMNS.alert_id.is_not(None) if alert_id is None else (_COLUMNS.alert_id == alert_id)
+        )
+        query = DeliveryRow.select(alert_deliveries).where(of_rule)
         if before is not None:
             query = query.where(_COLUMNS.seq < before)
         return self._rows(DeliveryRow, query.order_by(_COLUMNS.seq.desc()).limit(limit))
@@ -128,40 +145,26 @@ def target_of(wanted: AlertRequest) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def queue(
-    connection: Connection,
-    alert_id: str,
-    run_id: str | None,
-    event: AlertEvent,
-    message: Mapping[str, Any],
-    now: float,
-    *,
-    retries_last_s: float = RETRIES_LAST_S,
-) -> str:
+def queue(connection: Connection, message: Mapping[str, Any], now: float, **columns: Any) -> str:
     """Queue a message in this transaction; return the delivery's id.
 
     Args:
         connection: Of the transaction of what it reports.
-        alert_id: Its rule.
-        run_id: Its run; None for a test.
-        event: Whether it begins or ends its incident.
-        message: JSON of an ``AlertMessage``; its id is set here.
+        message: JSON of an ``AlertMessage`` without its id, or of a webhook.
         now: Unix seconds.
-        retries_last_s: A try that fails later is the last.
+        columns: ``incident`` and ``event``, ``run_id`` unless it is a test, ``alert_id`` or the
+            ``url`` of a webhook, and what is not as for other messages.
     """
     delivery_id = new_id("dlv", now)
     row = {
         "id": delivery_id,
-        "alert_id": alert_id,
-        "run_id": run_id,
-        "incident": message["incident"],
-        "event": event,
-        "message": {**message, "id": delivery_id},
+        "message": dict(message),
         "state": "waiting",
         "num_tries": 0,
         "created_at": now,
         "next_at": now,
-        "give_up_at": now + retries_last_s,
+        "give_up_at": now + RETRIES_LAST_S,
+        **columns,
     }
     connection.execute(insert(alert_deliveries), row)
     return delivery_id
@@ -218,7 +221,30 @@ def apply_alerts(
         ended: list[tuple[AlertEvent, str]] = [("resolve", each) for each in change.resolved]
         for event, subject in begun + ended:
             message = message_of(alert, run, facts, event=event, subject=subject, now=now)
-            queue(connection, alert.id, run.id, event, message, now)
+            queue(
+                connection,
+                message,
+                now,
+                incident=message["incident"],
+                event=event,
+                run_id=run.id,
+                alert_id=alert.id,
+            )
+
+
+def queue_webhook(connection: Connection, run: RunRow, event: EventRow) -> None:
+    """Queue the webhook for the status that a run has just reached, if its spec wants one."""
+    asked = run.stored_spec.notify
+    if asked is not None and run.status.value in asked.on:
+        queue(
+            connection,
+            webhook_of(run, event),
+            event.at,
+            incident=f"{run.id}/{event.seq}",
+            event="trigger",
+            run_id=run.id,
+            url=asked.url,
+        )
 
 
 class IncidentStore(Store):
@@ -321,25 +347,26 @@ def _stragglers(connection: Connection, run: RunRow) -> tuple[Straggler, ...]:
 
 # ---------------------------------------------------------------- alert deliveries
 
-# Messages of alerts that are due, and what becomes of each try.
+# Messages that are due, and what becomes of each try.
 
 KEPT_S: Final = 30 * 86_400.0
 """Messages are kept for so long after their last try."""
-_DUE: Final = 20
+_DUE: Final = 40
 
 
 class DeliveryStore(Store):
     """Messages on their way."""
 
-    def due(self) -> list[tuple[DeliveryRow, AlertRow]]:
-        """Return messages to send now, the longest due first, each with its rule.
+    def due(self) -> list[tuple[DeliveryRow, AlertRow | None]]:
+        """Return messages to send now, the longest due first, each with its rule; None for a
+        webhook.
 
         Messages of one incident are sent in order: one that waits holds up the later ones, so that
         a receiver never resolves what it has not seen yet.
         """
         earlier = alert_deliveries.alias("earlier")
         is_behind = exists().where(
-            earlier.c.alert_id == _COLUMNS.alert_id,
+            earlier.c.alert_id == _COLUMNS.alert_id,  # webhooks, which have none, do not wait
             earlier.c.incident == _COLUMNS.incident,
             earlier.c.state == "waiting",
             earlier.c.seq < _COLUMNS.seq,
@@ -349,7 +376,7 @@ class DeliveryStore(Store):
         query = (
             DeliveryRow.select(alert_deliveries)
             .add_columns(*(alerts.c[name] for name in AlertRow.__dataclass_fields__))
-            .join(alerts, alerts.c.id == _COLUMNS.alert_id)
+            .outerjoin(alerts, alerts.c.id == _COLUMNS.alert_id)
             .where(_COLUMNS.state == "waiting", is_due, ~is_behind)
             .order_by(_COLUMNS.next_at, _COLUMNS.seq)
             .limit(_DUE)
@@ -357,7 +384,32 @@ class DeliveryStore(Store):
         width = len(DeliveryRow.__dataclass_fields__)
         with self._database.read() as connection:
             found = connection.execute(query).all()
-        return [(DeliveryRow(*row[:width]), AlertRow(*row[width:])) for row in found]
+        return [
+            (DeliveryRow(*row[:width]), None if row[width] is None else AlertRow(*row[width:]))
+            for row in found
+        ]
+
+    def adopt(self) -> None:
+        """Queue the webhooks that a service of 0.1.0 has left in its own table."""
+        query = select(notifications)
+        with self._database.read() as connection:
+            if connection.execute(query.limit(1)).first() is None:
+                return
+        with self._database.write() as connection:
+            for left in connection.execute(query).all():
+                queue(
+                    connection,
+                    {**NO_FAILURE, **json.loads(left.body)},
+                    left.created_at,
+                    incident=f"{left.run_id}/{left.seq}",
+                    event="trigger",
+                    run_id=left.run_id,
+                    url=left.url,
+                    next_at=left.next_at,
+                    num_tries=left.num_tries,
+                )
+                key = (notifications.c.run_id == left.run_id, notifications.c.seq == left.seq)
+                connection.execute(delete(notifications).where(*key))
 
     def record(self, delivery: DeliveryRow, values: Mapping[str, Any]) -> None:
         """Record the result of a try, unless the message was queued again meanwhile."""

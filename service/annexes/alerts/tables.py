@@ -1,4 +1,4 @@
-"""The tables of alerts, and their rows. Times are unix seconds."""
+"""The tables of alerts and webhooks, and their rows. Times are unix seconds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ alerts = Table(
 
 def _alert_key(*, primary_key: bool = False) -> Column[str]:
     key = ForeignKey("alerts.id", ondelete="CASCADE")
-    return Column("alert_id", String(32), key, primary_key=primary_key, nullable=False)
+    return Column("alert_id", String(32), key, primary_key=primary_key)
 
 
 alert_incidents = Table(  # what was reported and not yet resolved
@@ -59,7 +59,8 @@ alert_deliveries = Table(
     metadata,
     Column("seq", Integer, primary_key=True, autoincrement=True),
     Column("id", String(32), nullable=False),
-    _alert_key(),
+    _alert_key(),  # null: a webhook, which a run's spec asks for
+    Column("url", Text),  # of a webhook; null: the alert says where to
     Column("run_id", RUN_ID),  # null: a test; not a foreign key: sent even if the run is deleted
     Column("incident", String(128), nullable=False),
     Column("event", String(16), nullable=False),
@@ -76,6 +77,20 @@ alert_deliveries = Table(
     UniqueConstraint("id"),
     Index(None, "alert_id", "seq"),
     Index(None, "state", "next_at"),
+)
+
+
+notifications = Table(  # until the next release: replicas of 0.1.0 keep webhooks here
+    "notifications",
+    metadata,
+    Column("run_id", RUN_ID, primary_key=True),
+    Column("seq", Integer, primary_key=True),
+    Column("url", String(2048), nullable=False),
+    Column("body", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("next_at", Double, nullable=False),
+    Column("num_tries", Integer, nullable=False),
+    Index(None, "next_at"),
 )
 
 
@@ -98,17 +113,18 @@ class AlertRow(StoredRow):
 
 @dataclass(frozen=True, slots=True)
 class DeliveryRow(StoredRow):
-    """A message of an alert, and what became of it."""
+    """A message of an alert or a webhook, and what became of it."""
 
     seq: int
     """Order of creation."""
     id: str
-    alert_id: str
+    alert_id: str | None
+    url: str | None = field(repr=False)
     run_id: str | None
     incident: str
     event: AlertEvent
     message: dict[str, Any]
-    """JSON of ``AlertMessage``, without links."""
+    """JSON of ``AlertMessage`` or of a webhook's body, without links."""
     state: DeliveryState
     num_tries: int
     created_at: float

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from service.annexes.alerts.sender import AlertSender
-from service.annexes.alerts.store import DeliveryStore, IncidentStore
 from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.command_line import everstep
@@ -18,12 +17,7 @@ from tests.support.scripted_http import scripted
 @asynccontextmanager
 async def sending(api: ApiService) -> AsyncIterator[None]:
     """A reconciler that sends, and does nothing else."""
-    stores = (
-        DeliveryStore(api.database, api.clock),
-        IncidentStore(api.database, api.clock),
-        api.events,
-    )
-    sender = AlertSender(*stores, api.settings.notify, clock=api.clock)
+    sender = AlertSender(api.database, api.settings.notify, clock=api.clock)
 
     async def send() -> None:
         while True:

@@ -276,7 +276,7 @@ async def test_large_events_come_in_pages_and_streams_of_bounded_size(api: ApiSe
     api.apply(run_id, large)
     await follower.wait_for(len(large))
     [tail] = api.feed._tails.values()
-    assert sum(map(len, tail.ring)) <= 16 << 20, "of all that is kept for followers"
+    assert sum(map(len, tail.frames)) <= 16 << 20, "of all that is kept for followers"
     api.apply(run_id, finish(journal))
     late = Stream(api.http, path)
     async with asyncio.timeout(60):

@@ -11,9 +11,8 @@ import pytest
 
 from everstep.wire.alerts import AlertRequest
 from everstep.wire.events import EventKind
-from service.annexes.alerts.store import AlertStore
+from service.annexes.alerts.store import AlertStore, DeliveryStore
 from service.annexes.nodes.store import NodeMarkStore
-from service.db.audit import NotificationStore
 from service.figures import RunFigures
 from service.model.rows import EventRow
 from service.projections import checkpoints, handlers
@@ -112,8 +111,8 @@ async def test_no_history_is_folded_in_the_event_loop_or_while_the_database_is_l
     ended = journal.event(EventKind.FINISHED, outcome="failed", reason=None, step=2)
     api.apply(run_id, [ended])
     assert (await api.get(f"/v1/runs/{run_id}"))["status"] == "FAILED"
-    [notice] = NotificationStore(api.database, api.clock).due()
-    assert places == set() and notice.run_id == run_id
+    due = DeliveryStore(api.database, api.clock).due()
+    assert places == set() and [alert and alert.when for _, alert in due] == [None, "finished"]
 
 
 async def test_one_run_does_not_end_the_care_for_all_nodes(api: ApiService) -> None:

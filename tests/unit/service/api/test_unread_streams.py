@@ -66,9 +66,9 @@ async def test_what_a_stream_holds_for_a_client_that_does_not_read_is_one_piece(
     await anext(follower)  # the run is followed: what comes now is kept for its followers
     last = add_large_events(api, run_id, journal, 80, 20_000)
     await api.feed.tick()
-    from_ring = [piece async for piece in first(api.feed.follow(run_id, last - 75), 15)]
+    from_feed = [piece async for piece in first(api.feed.follow(run_id, last - 75), 15)]
     await follower.aclose()
-    for pieces in (from_database, from_ring):
+    for pieces in (from_database, from_feed):
         assert max(map(len, pieces)) <= streams.PIECE_BYTES + 21_000
         assert min(map(len, pieces[1:-1])) > streams.PIECE_BYTES / 2, "not one by one either"
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.text.words import first_start
-from everstep.wire import FirstStart, RunStatus, Verdict
+from everstep.wire import FirstStart, Goodput, RunStatus, Verdict
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
-from service.projections.goodput import BUCKETS, TimeLedger, goodput, to_us
+from service.projections.goodput import BUCKETS, TimeLedger, to_us
 
 BEGIN = 1_000.0
 
@@ -27,6 +27,13 @@ def steps(*pairs: tuple[int, float]) -> EventRow:
         0.0,
         points=[{"step": step, "at": BEGIN + at, "values": {}} for step, at in pairs],
     )
+
+
+def goodput(begin: float, events: list[EventRow], end: float, *, own: bool = False) -> Goodput:
+    ledger = TimeLedger.begin(begin)
+    for each in events:
+        ledger.apply(each, latest=end, is_own_loop=own)
+    return ledger.close(end)
 
 
 def buckets(events: list[EventRow], end: float) -> dict[str, float]:
@@ -131,7 +138,7 @@ def test_an_own_loop_worked_until_it_failed(lost: EventRow, detecting_s: float) 
         lost,
         event(EventKind.RECOVERED, 17, attempt=2),
     ]
-    found = goodput(BEGIN, history, BEGIN + 20, is_own_loop=True).buckets.model_dump()
+    found = goodput(BEGIN, history, BEGIN + 20, own=True).buckets.model_dump()
     assert {name: value for name, value in found.items() if value} == pytest.approx(
         {"productive": 3 + 3, "unreported": 12 - detecting_s, "restarting": 2}
         | ({"detecting": detecting_s} if detecting_s else {})

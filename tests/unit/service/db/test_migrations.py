@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,8 @@ from service.db.runs import RunStore
 from service.db.tables import events, metadata
 from tests.support.api_service import spec
 from tests.support.postgres_server import PostgresServer
+
+pytest_plugins = ["tests.support.database_fixtures"]
 
 
 def test_migrated_tables_equal_the_metadata(database_url: str) -> None:
@@ -97,17 +97,6 @@ def test_tables_of_a_version_that_is_not_known_are_left_alone(tmp_path: Path) ->
     database.close()
 
 
-def test_tables_that_changed_without_a_new_revision_are_refused(database_url: str) -> None:
-    database = Database(database_url)
-    database.migrate()
-    with database.write() as connection:
-        connection.execute(text("ALTER TABLE runs DROP COLUMN notes"))
-        connection.execute(text("DROP TABLE storage_identity"))
-    with pytest.raises(DatabaseOfAnotherVersion, match=r"lacks .*Nothing was changed.*runbook"):
-        database.migrate()
-    database.close()
-
-
 def test_sqlite_is_durable_and_does_not_block_readers(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'e.db'}")
     database.migrate()
@@ -118,25 +107,6 @@ def test_sqlite_is_durable_and_does_not_block_readers(tmp_path: Path) -> None:
         }
     assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
     database.close()
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-def old_database(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Database]:
-    """A database of 0.1.0, which had sweeps."""
-    with ExitStack() as stack:
-        url = f"sqlite:///{tmp_path / 'e.db'}"
-        if request.param == "postgresql":
-            server: PostgresServer = request.getfixturevalue("postgresql")
-            url = stack.enter_context(server.database("template0"))
-        database = Database(url)
-        stack.callback(database.close)
-        upgrade = command.upgrade
-        with monkeypatch.context() as patch:
-            patch.setattr(command, "upgrade", lambda config, _: upgrade(config, "0001"))
-            database.migrate()
-        yield database
 
 
 def test_runs_of_a_sweep_stay_and_carry_its_tag(old_database: Database) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.annexes.alerts.sender import AlertSender
-from service.annexes.alerts.store import AlertStore, DeliveryStore, IncidentStore
+from service.annexes.alerts.store import AlertStore
 from service.submission_rules.allowed import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.scripted_http import scripted
@@ -11,12 +11,7 @@ from tests.support.web_browser import Browser
 
 
 async def send_due(api: ApiService) -> None:
-    stores = (
-        DeliveryStore(api.database, api.clock),
-        IncidentStore(api.database, api.clock),
-        api.events,
-    )
-    await AlertSender(*stores, api.settings.notify, clock=api.clock).work()
+    await AlertSender(api.database, api.settings.notify, clock=api.clock).work()
 
 
 async def test_an_alert_is_made_tried_and_deleted(api: ApiService) -> None:

@@ -15,13 +15,7 @@ from everstep.spec.parsing import parse_spec
 from everstep.wire.alerts import AlertRequest
 from everstep.wire.events import EventKind
 from service.annexes.alerts.sender import AlertSender
-from service.annexes.alerts.store import (
-    KEPT_S,
-    RETRIES_LAST_S,
-    AlertStore,
-    DeliveryStore,
-    IncidentStore,
-)
+from service.annexes.alerts.store import KEPT_S, RETRIES_LAST_S, AlertStore
 from service.annexes.alerts.tables import AlertRow, alert_deliveries, alert_incidents
 from service.db.engine import Database
 from service.db.events import EventStore
@@ -77,13 +71,8 @@ class World:
         return self.alerts.create(wanted, "tok_test")
 
     async def send(self, rule: NotifyRule | None = None) -> None:
-        stores = (
-            DeliveryStore(self.database, self.clock),
-            IncidentStore(self.database, self.clock),
-            self.events,
-        )
         url = "https://everstep.example"
-        await AlertSender(*stores, rule or self.rule, None, url, self.clock).work()
+        await AlertSender(self.database, rule or self.rule, None, url, self.clock).work()
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
