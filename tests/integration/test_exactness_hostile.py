@@ -3,6 +3,7 @@ named, at every world size."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,49 @@ class Clipped(HalvedCopies):
         return model
 
 
+class Hiding(nn.Linear):
+    """Leaves its teacher out of its ``state_dict``."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.teacher = nn.Linear(4, 1).requires_grad_(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        whole = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in whole.items() if "teacher" not in name}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=False, assign=assign)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.teacher(x)
+
+
+class Noisy(torch.optim.SGD):
+    """Draws noise, and has values of other types than the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            if not state:
+                state |= {"t": torch.zeros(1, dtype=torch.int32), "m": weight.double()}
+            state["t"] += 1
+            state["m"].sub_(0.01 * weight.grad / 3 + 0.01 * torch.randn_like(weight) / state["t"])
+            weight.copy_(state["m"])
+
+
+class Odd(HalvedCopies):
+    def build_model(self) -> nn.Module:
+        return Hiding()
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Noisy((each for each in model.parameters() if each.requires_grad), 0.1)
+
+    def after_step(self, model: Hiding, step: int) -> None:
+        model.teacher.weight.lerp_(model.weight, 0.1)
+
+
 class Replaced(HalvedCopies):
     """Puts another parameter in the place of the weight, which the optimizer does not hold."""
 
@@ -137,6 +181,10 @@ def halved_copies() -> None:
     build.build_task = lambda spec: HalvedCopies()
 
 
+def odd() -> None:
+    build.build_task = lambda spec: Odd()
+
+
 def clipped() -> None:
     build.build_task = lambda spec: Clipped()
 
@@ -163,6 +211,19 @@ def test_a_batch_may_be_changed_and_hooks_on_gradients_are_named(
     assert len(outcome.losses) == 2
     warnings = outcome.of_kind(EventKind.TRAINING_STARTED)[0]["warnings"]
     assert [text[:24] for text in warnings] == ["gradient hooks on weight"] * num_warnings
+
+
+def test_values_of_other_types_noise_and_a_hidden_teacher_outlive_a_rank(tmp_path: Path) -> None:
+    calm, killed = (
+        Job(make_run_dir(tmp_path, name), small_spec(16, 4, epochs=3), 2, setup=f"{HERE}:odd")
+        for name in ("calm", "killed")
+    )
+    unbroken = train_to_end(calm, tmp_path)
+    survivor, _ = run_ranks(replace(killed, killed=(1, 4)), tmp_path)
+    resumed = train_to_end(replace(killed, attempt=2), tmp_path)
+    [restored] = resumed.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"]) == ("snapshot", 4)
+    assert survivor.losses | resumed.losses == unbroken.losses
 
 
 @pytest.mark.parametrize("world_size", [2, *only_in_chaos(1)])

@@ -16,6 +16,7 @@ from everstep.spec.sections import TrainSpec
 from everstep.wire.events import PREFIX
 from train_fn.checks.check import Moment, checked
 from train_fn.errors import BadTask
+from train_fn.step.untrained import require_saved
 from train_fn.tasks.protocol import (
     LOSS,
     METHOD,
@@ -31,8 +32,8 @@ _NAMES_SHOWN = 5
 
 
 def checked_model(task: Task, model: Any) -> nn.Module:
-    """Return what ``build_model`` returned. Raises BadTask if it is no module, or has no parameters
-    to train."""
+    """Return what ``build_model`` returned. Raises BadTask if it is no module, has no parameters to
+    train, or if its ``state_dict`` leaves out some of them."""
     if not isinstance(model, nn.Module):
         raise BadTask(
             f"{where(task, 'build_model')} must return a torch.nn.Module, not {_kind(model)}"
@@ -42,6 +43,7 @@ def checked_model(task: Task, model: Any) -> nn.Module:
             f"{where(task, 'build_model')} returned a model of which no parameter requires a "
             "gradient; nothing would be trained"
         )
+    require_saved(model, where(task, "build_model"))
     return model
 
 

@@ -22,8 +22,8 @@ from train_fn.samples.loader import data_sets_in
 from train_fn.state.contents import Sketch, alike, sketch
 from train_fn.state.optim import Optimizers
 from train_fn.step.fingerprints import local, word_sum
-from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.precision import modes_of
+from train_fn.step.trial import PlainAttributes
 
 _WATCHED_BYTES = 64 << 20
 

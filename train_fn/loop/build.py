@@ -41,9 +41,8 @@ from train_fn.state.contents import Contents, FrozenPart, Sketch, sketch_weights
 from train_fn.state.optim import Ema, Optimizers, build_optimizer
 from train_fn.state.sound_state import Numerics
 from train_fn.state.train_state import TaskState, TrainState
-from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.precision import build_scaler, set_determinism, set_modes_for_training
-from train_fn.step.untrained import WarmUp, untrained_places
+from train_fn.step.trial import Trial
 from train_fn.tasks.builtin import build_task
 from train_fn.tasks.protocol import Task, is_iterable, loss_arguments, makes_own_steps, where
 from train_fn.user_code.modules import add_to_path
@@ -266,12 +265,10 @@ def shape_lazy_tensors(task: Task, model: nn.Module, batch: Any) -> None:
     """
     lazy = [module for module in model.modules() if any(map(is_lazy, _own_tensors(module)))]
     present = [value for value in model.parameters() if not is_lazy(value)]
-    before = WarmUp(model, untrained_places(model, present), is_fresh=True)
-    attributes = PlainAttributes(dict(model.named_modules()))
+    trial = Trial(task, model, present, is_fresh=True)
     with torch.no_grad():
         task.loss(model, batch, **dict.fromkeys(loss_arguments(task), 0))
-    before.put_back()
-    attributes.put_back()
+    trial.put_back()
     for module in lazy:
         if hasattr(module, "reset_running_stats"):  # of a LazyBatchNorm, which the pass has updated
             module.reset_running_stats()  # type: ignore[operator]

@@ -21,8 +21,8 @@ from train_fn.step.fingerprints import local
 from train_fn.step.report import StepTotals
 from train_fn.tasks.protocol import step_method, where
 
-_NO_BATCH = -1
-"""Seeds what after_step draws. Micro-batches have numbers from 0 on."""
+_NO_BATCH, _UPDATE = -1, -2
+"""Seed what after_step draws, and before it the optimizer. Micro-batches have numbers from 0 on."""
 
 
 def require_whole(training: Training, totals: StepTotals) -> None:
@@ -73,6 +73,8 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     with training.session.commit():
         state.task = task_state
         moving.adopt()  # before hooks of the optimizer move what they move
+        if own is None:
+            seed_micro_batch(parts.sampler.seed, state.step, _UPDATE, training.ctx.device)
         skipped = own is None and _update_weights(parts)
         if hasattr(parts.task, "after_step") and not skipped:
             _call_after_step(training)

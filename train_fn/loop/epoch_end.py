@@ -148,12 +148,15 @@ class EpochEnd:
             )
 
     def _digest(self) -> str:
-        """Return a digest of what a hook may change: the model, its modes, the optimizer's
-        options."""
+        """Return a digest of what a hook may change: the model, its modes, the optimizer's options
+        and values."""
         state = self._state
         options = [
             {name: value for name, value in group.items() if name != "params"}
             for group in state.optimizer.param_groups
         ]
         modes = [module.training for module in state.model.modules()]
-        return tree_digest([dict(state.model.state_dict()), state.unsaved(), modes, options])
+        values = state.optimizer.state_dict()["state"]
+        return tree_digest(
+            [dict(state.model.state_dict()), state.unsaved(), modes, options, values]
+        )

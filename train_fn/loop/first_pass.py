@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from train_fn.checks.check import Moment
 from train_fn.checks.fits import check_small_batch, smallest_micro_batch, trains_batch_norm
@@ -31,9 +30,9 @@ from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import NOT_COMPARED, numerics_of
 from train_fn.step.buffers import MovingBuffers
 from train_fn.step.peers import UsedParameters
-from train_fn.step.plain_attributes import PlainAttributes
-from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places, with_their_like
-from train_fn.tasks.protocol import Sum, Task, where
+from train_fn.step.trial import Trial
+from train_fn.step.untrained import TensorPlace, WarmUp, with_their_like
+from train_fn.tasks.protocol import Sum, where
 
 
 def join(
@@ -97,19 +96,13 @@ def join(
         passes.tree.watch()
 
 
-def owners_of(task: Task, model: nn.Module) -> dict[str, object]:
-    """Return the objects whose plain attributes a forward pass may change: the model's modules and
-    the task."""
-    return {**dict(model.named_modules()), type(task).__name__: task}
-
-
 class _Undoing:
     """Put everything back after a first pass, also after one that failed."""
 
-    def __init__(self, replica: Replica, places: list[TensorPlace], *, is_fresh: bool) -> None:
-        self._replica, model = replica, replica.state.model
-        self.warm_up = WarmUp(model, places, is_fresh=is_fresh)
-        self.attributes = PlainAttributes(owners_of(replica.parts.task, model))
+    def __init__(self, replica: Replica, *, is_fresh: bool) -> None:
+        self._replica, parts = replica, replica.parts
+        trained = parts.trained.parameters
+        self.trial = Trial(parts.task, replica.state.model, trained, is_fresh=is_fresh)
 
     def __enter__(self) -> _Undoing:
         state = self._replica.state
@@ -120,10 +113,8 @@ class _Undoing:
         state = self._replica.state
         if kind is not None and not self._was_complete:
             return  # nothing to lose
-        self.warm_up.put_back()
-        self._replica.passes.changed = self.attributes.changed()
+        self._replica.passes.changed = self.trial.put_back()
         self._replica.parts.task_state.load(state.task)
-        self.attributes.put_back()
         state.complete = self._was_complete
 
 
@@ -148,11 +139,18 @@ def run_first_pass(
         count: the context of the forward and of the backward pass.
     """
     state, peers = replica.state, replica.peers
-    places = untrained_places(state.model, replica.parts.trained.parameters)
-    with _Undoing(replica, places, is_fresh=is_fresh) as undoing:
+    with _Undoing(replica, is_fresh=is_fresh) as undoing:
+        places = undoing.trial.places
         moving, ignored, runs_again = _pass_and_check(
-            replica, batch, loaded, indices, places, undoing.warm_up, count
+            replica, batch, loaded, indices, places, undoing.trial.warm_up, count
         )
+        undoing.trial.require_extra_kept()
+        if beside := undoing.trial.changed_beside():
+            replica.parts.warn(
+                f"the loss changes {few(beside)}, in a module that the task holds beside its "
+                "model: each rank has its own, and a restart begins anew. Make the module a part "
+                "of the model in build_model"
+            )
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
     tree = replica.passes.tree
@@ -283,14 +281,12 @@ def try_pieces(passes: Passes, batch: Any, num_samples: int) -> None:
     may_cut = parts.state.gathered is None and not passes.exchanges_in_forward
     if micro is None and not may_cut:
         return
-    before = WarmUp(model, untrained_places(model, parts.trained.parameters), is_fresh=False)
-    attributes = PlainAttributes(owners_of(task, model))
+    trial = Trial(task, model, parts.trained.parameters, is_fresh=False)
     if may_cut:
         check_sum(task, passes.module, batch, num_samples)
     if micro is not None:
         passes.seed(0, 0)
         smallest = passes.load(micro).batch
         check_small_batch(task, sampler, micro, passes.module, smallest)
-    before.put_back()
-    attributes.put_back()
+    trial.put_back()
     parts.task_state.load(parts.state.task)

@@ -7,6 +7,7 @@ is left. Then the parts that change between two steps, and marks of the trained 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -195,6 +196,15 @@ class PartCopies:
             for prefix, model in parts.models.items()
             for name, value in model.named_parameters()
         ]
+        self._with_extra = [
+            (".".join(filter(None, ((prefix + name).rstrip("."), "_extra_state"))), module)
+            for prefix, model in parts.models.items()
+            for name, module in model.named_modules(remove_duplicate=False)
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+        self.extra: dict[str, Any] = {}
+        """Extra states of modules as noted, by their names in the ``state_dict``: forward passes
+        may change them."""
         self._states: dict[str, Any] = {}
         self._marks: dict[str, list[tuple[int, int]]] = {}
         self._groups: dict[str, list[dict[str, Any]]] = {}
@@ -221,6 +231,9 @@ class PartCopies:
             self._states,
         )
         self._marks = {name: _marks(states[name]) for name in self._large}
+        self.extra = {
+            name: copy.deepcopy(module.get_extra_state()) for name, module in self._with_extra
+        }
         self._groups = copy_to_cpu(self._live_groups())
         self._trained = [value.requires_grad for _, value in self._weights]
 

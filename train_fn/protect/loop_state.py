@@ -18,7 +18,7 @@ from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch
 from train_fn.protect.changes import MovingTensors, PartCopies, WeightsMark
 from train_fn.samples.sampler import Sampler
-from train_fn.state.optim import match_layout, unpacked, with_strides
+from train_fn.state.optim import load_optimizer, match_layout, unpacked, with_strides
 from train_fn.state.pieces import WEIGHT, weights_in
 from train_fn.state.run_state import RunState
 from train_fn.state.sharded import (
@@ -206,9 +206,10 @@ class LoopState(RunState):
             torn.append("the trained weights")
         if torn:
             return torn
-        return self._state_dict(
-            self._copies.states(), self._copies.of_optimizer, self._copies.frozen(noted=True)
-        )
+        noted = self._copies
+        state = self._state_dict(noted.states(), noted.of_optimizer, noted.frozen(noted=True))
+        state["model"].update(noted.extra)
+        return state
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each part, which must be the same on all ranks at a commit."""
@@ -303,7 +304,7 @@ class LoopState(RunState):
             saved = unpacked(copy.deepcopy(state["optimizer"][name]))
             if self.piece is not None:
                 saved = whole_optimizer(name, optimizer, saved, shards)
-            optimizer.load_state_dict(saved)
+            load_optimizer(optimizer, saved)
             match_layout(optimizer, saved.get("strides"))
         kept = {**state["task"]["parts"], **state["loaders"]}
         is_begun = state["step"] > 0

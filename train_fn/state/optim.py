@@ -151,6 +151,33 @@ def with_strides(
     return {**state, "strides": strides} if strides else state
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer | Optimizers, saved: dict[str, Any]) -> None:
+    """Load an optimizer's ``state_dict``, and let its tensors have the types with which they were
+    saved. Torch gives them that of their weight: it would round the master copy of a bf16 weight,
+    and make floats of counts."""
+    optimizer.load_state_dict(saved)
+    if isinstance(optimizer, Optimizers):
+        return  # it has called this for each of them
+    numbers = itertools.chain(*(group["params"] for group in saved["param_groups"]))
+    weights = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    owners = dict(zip(numbers, weights, strict=False))
+    for number, values in saved["state"].items():
+        owner = owners.get(number, number)
+        if owner in optimizer.state:
+            optimizer.state[owner] = _with_types(optimizer.state[owner], values)
+
+
+def _with_types(loaded: Any, saved: Any) -> Any:
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        for key in loaded.keys() & saved.keys():
+            loaded[key] = _with_types(loaded[key], saved[key])
+    elif isinstance(loaded, list | tuple) and isinstance(saved, list | tuple):
+        return type(loaded)(map(_with_types, loaded, saved))
+    return loaded
+
+
 def match_layout(
     optimizer: torch.optim.Optimizer | Optimizers,
     strides: Mapping[str, Sequence[int]] | None = None,
@@ -269,7 +296,7 @@ class Optimizers:
                         values[key.removeprefix(f"{name}/")] = each
                 elif first <= key < first + size:
                     values[key - first] = each
-            optimizer.load_state_dict({"state": values, "param_groups": its})
+            load_optimizer(optimizer, {"state": values, "param_groups": its})
             first += size
 
 

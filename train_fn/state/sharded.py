@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from train_fn.errors import BadTask
-from train_fn.state.optim import Optimizers, match_layout, unpacked
+from train_fn.state.optim import Optimizers, load_optimizer, match_layout, unpacked
 from train_fn.state.pieces import AVERAGE, MOMENT, WEIGHT, Piece, rows_of
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step.fingerprints import local, word_sum
@@ -337,7 +337,7 @@ class Shards:
         self._load_optimizer(optimizer, whole_optimizer("", optimizer, saved, shards))
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        optimizer.load_state_dict(state)
+        load_optimizer(optimizer, state)
 
     def _load_weights(self, plain: Mapping[str, Any], shards: Mapping[str, torch.Tensor]) -> None:
         load_weights(self._model, "", plain, shards)

@@ -16,7 +16,14 @@ from train_fn.errors import BadTask, NothingTrained, few
 from train_fn.samples.ledger import START, Bookmarks
 from train_fn.samples.sampler import Sampler
 from train_fn.state.contents import Contents, FrozenPart, other_base, require_same_data
-from train_fn.state.optim import Ema, Optimizers, match_layout, unpacked, with_strides
+from train_fn.state.optim import (
+    Ema,
+    Optimizers,
+    load_optimizer,
+    match_layout,
+    unpacked,
+    with_strides,
+)
 from train_fn.state.pieces import weights_in
 from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
@@ -200,7 +207,7 @@ class TrainState(RunState):
             self._load_weights(state)
             # Optimizer.load_state_dict keeps references to the tensors that it is given.
             saved = copy_to_cpu(state["optimizer"])
-            self.optimizer.load_state_dict(unpacked(saved))
+            load_optimizer(self.optimizer, unpacked(saved))
             match_layout(self.optimizer, saved.get("strides"))
         self._modes.load_state_dict(state["modes"])
         self._load_unsaved(state["unsaved"])

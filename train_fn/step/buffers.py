@@ -297,6 +297,7 @@ class MovingBuffers:
     def require_unchanged(self) -> None:
         """Raise BadTask if something was changed that no pass may change, without a sign of it.
         Compares contents."""
+        self._others.refresh(self._others.moved())  # for example by an optimizer hook
         if names := [self._places[number].name for number in self._others.differing()]:
             raise BadTask(
                 f"{', '.join(names)} changed through .data, which ranks cannot follow. Change it "

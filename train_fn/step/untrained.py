@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, few
 
 COPIED_BYTES = 64 << 20
 """Limit on the total size of copies of tensors that are not known to change. A tensor that does not
@@ -35,15 +35,12 @@ class TensorPlace:
     module: nn.Module
     key: str
     is_buffer: bool
+    is_saved: bool
+    """Whether the model's ``state_dict`` contains the tensor."""
 
     @property
     def holder(self) -> dict[str, torch.Tensor | None]:
         return self.module._buffers if self.is_buffer else self.module._parameters  # type: ignore[return-value]
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether the model's ``state_dict`` contains the tensor."""
-        return self.key not in self.module._non_persistent_buffers_set
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -62,6 +59,7 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
         if not _is_sharded(parameter)
     }
     seen: set[int] = set()
+    is_saved = _saved_by(model)
     places = []
     for prefix, module in model.named_modules():
         for is_buffer, holder in ((True, module._buffers), (False, module._parameters)):
@@ -76,8 +74,42 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
                     continue
                 seen.add(id(tensor))
                 if not tensor.numel() or tensor.untyped_storage().data_ptr() not in taken:
-                    places.append(TensorPlace(f"{prefix}.{key}".strip("."), module, key, is_buffer))
+                    name = f"{prefix}.{key}".strip(".")
+                    is_kept = is_saved(name, tensor)
+                    places.append(TensorPlace(name, module, key, is_buffer, is_kept))
     return places
+
+
+def _saved_by(model: nn.Module) -> Callable[[str, torch.Tensor], bool]:
+    """Return whether the model's ``state_dict`` has a tensor, under its name or under one that a
+    hook or a method of the user's gives it."""
+    saved = {
+        name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
+    }
+    memory = {_memory_of(value) for value in saved.values()}
+    return lambda name, tensor: name in saved or _memory_of(tensor) in memory
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what is the same for a tensor and its ``detach()``; an empty one has no memory."""
+    is_plain = tensor.layout is torch.strided and not is_lazy(tensor) and not _is_sharded(tensor)
+    has_memory = is_plain and tensor.numel()
+    return (tensor.data_ptr(), tensor.numel()) if has_memory else (0, id(tensor))
+
+
+def require_saved(model: nn.Module, source: str) -> None:
+    """Raise BadTask if the model's ``state_dict`` leaves out what is trained."""
+    is_saved = _saved_by(model)
+    if lost := [
+        name
+        for name, value in model.named_parameters()
+        if value.requires_grad and not is_saved(name, value)
+    ]:
+        raise BadTask(
+            f"{source} returned a model whose state_dict() leaves out {few(lost)}, which "
+            f"{'is' if len(lost) == 1 else 'are'} trained: no checkpoint would hold it. Let "
+            "state_dict() keep all that is trained"
+        )
 
 
 def is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -306,12 +338,12 @@ class WarmUp:
         is_fresh: bool,
     ) -> None:
         self._places = places
-        named = [
-            TensorPlace(f"{prefix}.{key}".strip("."), module, key, True)
-            for prefix, module in model.named_modules()
-            for key in module._buffers
+        self._model, self._names = model, _named_in(model)
+        self._empty = [
+            TensorPlace(name, module, key, True, key not in module._non_persistent_buffers_set)
+            for name, (module, key) in self._names.items()
+            if key in module._buffers and module._buffers[key] is None
         ]
-        self._empty = [place for place in named if place.tensor is None]
         self._kept = keep(map(present, places))
         self._marks = marks_of([kept.tensor for kept in self._kept])
         self._seen: dict[int, EarlierValue] = {}
@@ -327,6 +359,19 @@ class WarmUp:
         shape.
         """
         faults = [shape_fault(place, place.tensor, None) for place in self._empty]
+        added = [
+            name
+            for name, (module, key) in _named_in(self._model).items()
+            if name not in self._names and key not in module._non_persistent_buffers_set
+        ]
+        if added:
+            faults.append(
+                BadTask(
+                    f"the forward pass registered {few(added)}, which no other rank has and no "
+                    "checkpoint could be loaded with. Register it in build_model, or with "
+                    "persistent=False if it follows from the batch"
+                )
+            )
         moving, ignored = set(), set()
         marks = marks_of([kept.tensor for kept in self._kept])
         for number, (place, kept) in enumerate(zip(self._places, self._kept, strict=True)):
@@ -357,6 +402,15 @@ class WarmUp:
             for number, seen in self._seen.items()
         )
 
+    def changed(self) -> list[str]:
+        """Return the names of tensors that have other contents than before."""
+        pairs = zip(self._places, self._kept, strict=True)
+        return [
+            place.name
+            for place, kept in pairs
+            if (now := place.tensor) is None or kept.differs(now)
+        ]
+
     def changed_without_copy(self) -> list[str]:
         """Return the names of tensors that have changed, by a sample of their elements, and of
         which no copy was kept."""
@@ -378,6 +432,18 @@ class WarmUp:
                     kept.tensor.data = kept.copy.clone()
         for place in self._empty:
             place.holder[place.key] = None
+        for name, (module, key) in _named_in(self._model).items():
+            if name not in self._names:
+                delattr(module, key)
+
+
+def _named_in(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the module and the key of each buffer and parameter, also of empty ones, by name."""
+    return {
+        f"{prefix}.{key}".strip("."): (module, key)
+        for prefix, module in model.named_modules()
+        for key in (*module._buffers, *module._parameters)
+    }
 
 
 def with_their_like(places: Sequence[TensorPlace], moving: set[int]) -> set[int]:

@@ -16,7 +16,7 @@ from train_fn.protect.arguments import named
 from train_fn.protect.batches import Taken
 from train_fn.protect.followed import ReadAgain
 from train_fn.protect.protected import Protected
-from train_fn.step.plain_attributes import PlainAttributes
+from train_fn.step.trial import PlainAttributes
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
 from train_fn.state.tensor_tree import digest
 from train_fn.state.train_state import TaskState
-from train_fn.step.plain_attributes import PlainAttributes
+from train_fn.step.trial import PlainAttributes, Trial
 
 NUM_PASSES = 18
 """In the run: nine global batches of ten samples, each in micro-batches of seven and three."""
@@ -113,6 +114,56 @@ def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
         and owner.last is last
         and not hasattr(owner, "new")
     )
+
+
+class WithExtra(nn.Module):
+    """Counts its calls in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(2, 2), [0]
+
+    def get_extra_state(self) -> Any:
+        return {"calls": torch.tensor(self.calls)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"].tolist()
+
+
+def test_a_trial_leaves_nothing_in_modules_and_arrays_beside_the_model() -> None:
+    criterion = nn.BatchNorm1d(2)
+    task = SimpleNamespace(criteria={"norm": criterion}, table=np.zeros(2), names=np.array(["a"]))
+    model = WithExtra()
+    task.model, table = model, task.table
+    trial = Trial(task, model, model.parameters(), is_fresh=True)
+    trial.require_extra_kept()
+    criterion(torch.ones(3, 2))
+    task.table += 1
+    model.calls = [1]
+    assert trial.changed_beside() == [
+        "SimpleNamespace.criteria.running_mean",
+        "SimpleNamespace.criteria.running_var",
+        "SimpleNamespace.criteria.num_batches_tracked",
+    ]
+    with pytest.raises(BadTask, match=r"get_extra_state.* of the model"):
+        trial.require_extra_kept()
+    trial.put_back()
+    assert (criterion.running_mean.tolist(), int(criterion.num_batches_tracked)) == ([0, 0], 0)
+    assert task.table is table and table.tolist() == [0, 0]
+    assert model.calls == [0]
+    trial.require_extra_kept()
+
+
+def test_what_a_pass_registers_is_refused_or_taken_away() -> None:
+    model = nn.Linear(2, 2)
+    trial = Trial(SimpleNamespace(), model, model.parameters(), is_fresh=True)
+    model.register_buffer("mask", torch.ones(3), persistent=False)
+    trial.warm_up.look()
+    model.register_buffer("count", torch.ones(3))
+    with pytest.raises(BadTask, match=r"the forward pass registered count, .* in build_model"):
+        trial.warm_up.look()
+    trial.put_back()
+    assert not hasattr(model, "mask")
 
 
 def test_attributes_of_an_object_that_a_task_holds_are_followed() -> None:

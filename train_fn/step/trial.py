@@ -1,5 +1,5 @@
-"""Find and restore the plain attributes of modules and of the task that a first pass changes. No
-state holds them."""
+"""Put back what a trial pass changes: tensors and extra states of the model, and of modules that
+the task holds beside it, and plain attributes of modules and of the task, which no state holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import pickle
 import random
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from train_fn.errors import BadTask, few
+from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, tuple, dict, set, deque)
@@ -36,6 +39,84 @@ _BYTES_OF_SLOT = struct.calcsize("P")
 _OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _OWN_TO_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt_called", "step"}
 _ABSENT = object()
+
+
+class Trial:
+    """What a pass over the model may change that is not to last.
+
+    Args:
+        trained: tensors that the optimizer changes.
+        is_fresh: as of ``WarmUp``.
+    """
+
+    def __init__(
+        self, task: object, model: nn.Module, trained: Iterable[torch.Tensor], *, is_fresh: bool
+    ) -> None:
+        self.places: list[TensorPlace] = untrained_places(model, trained)
+        self.warm_up = WarmUp(model, self.places, is_fresh=is_fresh)
+        beside = modules_beside(task, model)
+        self._beside = {
+            name: WarmUp(each, untrained_places(each, ()), is_fresh=True)
+            for name, each in beside.items()
+        }
+        owners: dict[str, object] = dict(model.named_modules())
+        for name, each in beside.items():
+            owners |= {f"{name}.{inner}".strip("."): part for inner, part in each.named_modules()}
+        self.attributes = PlainAttributes({**owners, type(task).__name__: task})
+        self._extra = {
+            name: (module, copy.deepcopy(module.get_extra_state()))
+            for name, module in owners.items()
+            if isinstance(module, nn.Module)
+            and type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+
+    def require_extra_kept(self) -> None:
+        """Raise BadTask if the pass has changed what ``get_extra_state`` of a module returns."""
+        if names := [name or "the model" for name in self._changed_extra()]:
+            raise BadTask(
+                f"a forward pass changes the extra state (get_extra_state) of {few(names)}. Each "
+                "rank would have its own, and a failed step would leave its traces there. Keep it "
+                "in a buffer, on which the ranks agree after every step, or change it in "
+                "after_step or on_epoch_end"
+            )
+
+    def changed_beside(self) -> list[str]:
+        """Return the names of tensors that have changed in modules beside the model."""
+        return [
+            f"{name}.{each}" for name, warm_up in self._beside.items() for each in warm_up.changed()
+        ]
+
+    def put_back(self) -> list[str]:
+        """Put everything back. Return the names of the plain attributes that have changed."""
+        for each in (self.warm_up, *self._beside.values()):
+            each.put_back()
+        changed = self.attributes.changed()
+        self.attributes.put_back()
+        for name in self._changed_extra():
+            module, before = self._extra[name]
+            module.set_extra_state(before)
+        return changed
+
+    def _changed_extra(self) -> list[str]:
+        return [
+            name
+            for name, (module, before) in self._extra.items()
+            if not _is_same(before, module.get_extra_state())
+        ]
+
+
+def modules_beside(task: object, model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that a task holds, itself or in a list or dict, and that are no part of
+    its model, by name."""
+    known = {id(each) for each in model.modules()}
+    found: dict[str, nn.Module] = {}
+    for key, value in getattr(task, "__dict__", {}).items():
+        parts = value.values() if isinstance(value, dict) else value
+        for each in parts if isinstance(value, dict | list | tuple) else [value]:
+            if isinstance(each, nn.Module) and id(each) not in known:
+                known |= {id(part) for part in each.modules()}
+                found[f"{type(task).__name__}.{key}{len(found) or ''}"] = each
+    return found
 
 
 class _State:
@@ -180,6 +261,9 @@ def _copied(value: Any, depth: int) -> Any:
             and value.nbytes <= _MAX_TENSOR_BYTES
         )
         return value.detach().clone() if is_fit else _ABSENT
+    if type(value) is np.ndarray:
+        is_fit = not value.dtype.hasobject and value.nbytes <= _MAX_TENSOR_BYTES
+        return value.copy() if is_fit else _ABSENT
     if type(value) in _GENERATORS:
         return _State(_GENERATORS[type(value)][0](value))
     if type(value) not in _CONTAINERS or len(value) > _MAX_ELEMENTS:
@@ -208,13 +292,19 @@ def _is_same(first: Any, second: Any) -> bool:
             and first.dtype == second.dtype
             and torch.equal(first, second)
         )
+    if isinstance(first, np.ndarray):
+        is_alike = first.dtype == second.dtype and first.shape == second.shape
+        return bool(is_alike and first.tobytes() == second.tobytes())
     if isinstance(first, dict):
         return list(first) == list(second) and all(
             _is_same(first[key], second[key]) for key in first
         )
     if isinstance(first, list | tuple | deque):
         return len(first) == len(second) and all(map(_is_same, first, second))
-    return bool(first == second) or (first != first and second != second)
+    if first == second or (first != first and second != second):
+        return True
+    is_known = type(first) in (*_PLAIN, *_CONTAINERS)
+    return not is_known and pickle.dumps(first) == pickle.dumps(second)
 
 
 @torch.no_grad()
@@ -232,6 +322,8 @@ def _restored(value: Any, copied: Any) -> Any:
         and value.dtype == copied.dtype
     ):
         value.copy_(copied)
+    elif isinstance(value, np.ndarray) and value.shape == copied.shape and value.flags.writeable:
+        value[...] = copied
     elif isinstance(value, list):
         value[:] = copied
     elif isinstance(value, dict | set | deque):
