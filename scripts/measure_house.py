@@ -21,7 +21,7 @@ MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_461,
     "storage": 5_710,
-    "service": 26_812,
+    "service": 26_785,
     "train_fn": 49_014,
     "tests": 88_172,
 }
@@ -30,7 +30,7 @@ MAX_FILES_A_FOLDER: dict[str, int] = {}
 """Folders that still have more than MAX_FILES_ELSEWHERE files."""
 MAX_FILES_ELSEWHERE = 15
 MAX_DOUBLED_NAMES = 5
-MAX_IN_CIRCLES = {"everstep": 15_461, "storage": 0, "service": 26_812, "train_fn": 0}
+MAX_IN_CIRCLES = {"everstep": 15_461, "storage": 0, "service": 26_785, "train_fn": 0}
 """Files of each house that import each other in a circle, imports for types alone included."""
 
 
