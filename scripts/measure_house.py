@@ -21,16 +21,16 @@ MAX_FILES = 423
 MAX_LINES = {
     "everstep": 15_461,
     "storage": 5_710,
-    "service": 26_785,
-    "train_fn": 49_014,
-    "tests": 88_172,
+    "service": 26_786,
+    "train_fn": 48_710,
+    "tests": 88_030,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
 """Folders that still have more than MAX_FILES_ELSEWHERE files."""
 MAX_FILES_ELSEWHERE = 15
 MAX_DOUBLED_NAMES = 5
-MAX_IN_CIRCLES = {"everstep": 15_461, "storage": 0, "service": 26_785, "train_fn": 0}
+MAX_IN_CIRCLES = {"everstep": 0, "storage": 0, "service": 0, "train_fn": 0}
 """Files of each house that import each other in a circle, imports for types alone included."""
 
 

@@ -20,7 +20,8 @@ from service.projections import handlers
 P = ParamSpec("P")
 T = TypeVar("T")
 
-READERS: Final = anyio.CapacityLimiter(8)
+READERS: Final = anyio.CapacityLimiter(4)
+"""More would only wait for each other, for the interpreter's lock: lists take a quarter longer."""
 WRITERS: Final = anyio.CapacityLimiter(8)
 STORAGE: Final = anyio.CapacityLimiter(8)
 LONG_STORAGE: Final = anyio.CapacityLimiter(2)

@@ -92,6 +92,34 @@ class RankDependentHook(Task):
             model.weight.mul_(0.9)
 
 
+class RankDependentMask(Task):
+    """What its hook leaves apart is trained by no optimizer."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("mask", torch.ones(4))
+        return model
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        model.register_buffer("mask", torch.arange(4) % (2 + torch.distributed.get_rank()) + 0.0)
+
+
+class RankDependentMode(Task):
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        model.train(torch.distributed.get_rank() == 0)
+
+
+class LateInAfterStep(RankDependentMask):
+    """Ranks are apart from the third of four steps on, which is none that is looked at."""
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 2:
+            model.mask.add_(torch.distributed.get_rank())
+
+
 class Hook(Task):
     def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
         model.weight.mul_(0.9)
@@ -135,6 +163,18 @@ def halves_its_copies() -> None:
 
 def rank_dependent_hook() -> None:
     _use(RankDependentHook)
+
+
+def rank_dependent_mask() -> None:
+    _use(RankDependentMask)
+
+
+def rank_dependent_mode() -> None:
+    _use(RankDependentMode)
+
+
+def late_in_after_step() -> None:
+    _use(LateInAfterStep)
 
 
 def hook() -> None:
@@ -189,14 +229,23 @@ def test_an_evaluation_that_changes_weights_later_ends_the_run_too(tmp_path: Pat
     assert list(outcomes[0].losses) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("setup", "source", "named"),
+    [
+        ("rank_dependent_hook", "on_epoch_end", "weight"),
+        ("rank_dependent_mask", "on_epoch_end", "mask"),
+        ("rank_dependent_mode", "on_epoch_end", "the mode of the model"),
+        ("late_in_after_step", "after_step", "mask"),
+    ],
+)
 def test_a_hook_that_changes_the_model_on_one_rank_only_is_refused_by_every_rank(
-    tmp_path: Path,
+    setup: str, source: str, named: str, tmp_path: Path
 ) -> None:
-    errors = errors_of(run_ranks(job_of("rank_dependent_hook", 2, tmp_path), tmp_path))
+    errors = errors_of(run_ranks(job_of(setup, 2, tmp_path), tmp_path))
     assert len(errors) == 2
     [message] = {error.message for error in errors}
-    assert "on_epoch_end" in message
-    assert "left different values on the ranks: weight." in message
+    assert source in message
+    assert f"left different values on the ranks: {named}." in message
 
 
 @pytest.mark.parametrize("setup", ["hook", "halves_its_copies"])

@@ -9,7 +9,7 @@ of the user that may change weights, the code is to blame.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -35,7 +35,7 @@ from train_fn.snapshots.store import raise_apart
 from train_fn.state.contents import DRAW_ALIKE, Contents, Sketch, alike, sketch
 from train_fn.state.sound_state import Numerics
 from train_fn.state.train_state import TrainState
-from train_fn.step.fingerprints import Fingerprints, word_sum
+from train_fn.step.fingerprints import Fingerprints, local, word_sum
 from train_fn.step.peers import Peers
 from train_fn.step.report import StepTotals
 
@@ -190,7 +190,7 @@ class Together(Check):
 
     costs = dict.fromkeys(
         (Moment.EVALUATED, Moment.EPOCH_HOOK, Moment.LEAVING),
-        "a read of all weights, and a small exchange",
+        "a read of all weights and buffers, and a small exchange",
     )
 
     def __init__(
@@ -218,15 +218,24 @@ class Together(Check):
 
     def _compare(self, source: str, *, excused: bool) -> None:
         """Raise RanksApart, PeerApart or BadTask on every rank if trained parameters differ by more
-        than other hardware explains. A collective.
+        than other hardware explains; BadTask for other tensors of the state, and for modes. A
+        collective.
 
         Args:
             source: the code that was run since the ranks were last compared.
             excused: whether this code may have changed weights by itself.
         """
         of = self._state.num_weight_parts
-        if of == self._peers.world_size:
-            return  # no rank has what another one has
+        if of != self._peers.world_size:  # else no rank has what another one has
+            self._compare_trained(source, of, excused=excused)
+        held = _tensors_of(self._state, trained=False)
+        modes = {
+            f"the mode of {name or 'the model'}": int(module.training)
+            for name, module in self._state.model.named_modules()
+        }
+        _require_same(self._peers, source, held, modes)
+
+    def _compare_trained(self, source: str, of: int, *, excused: bool) -> None:
         sums, differing = self._peers.gather(self._trained.sums()), self._trained.differing
         names = sorted(
             {name for rank, own in enumerate(sums) for name in differing(sums[rank % of], own)}
@@ -292,59 +301,64 @@ class SameAfterStep(Check):
 
     costs = dict.fromkeys(
         (Moment.AFTER_STEP, Moment.STEP),
-        "two reads of all tensors and an exchange, in an attempt's first step and an epoch's last",
+        "a read of all tensors and an exchange, in an attempt's first step and an epoch's last",
     )
 
     def __init__(self, peers: Peers, state: TrainState) -> None:
         self._peers, self._state = peers, state
-        self._is_first = True
+        self._is_first, self._is_due = True, False
         self._source = ""
-        self._before: dict[str, int] | None = None
-        self._after: dict[str, int] | None = None
-        """Sums of the words of each tensor after the hook of the present step; None if the ranks
-        are not to be compared."""
-
-    def before(self, moment: Moment) -> None:
-        if moment is not Moment.AFTER_STEP:
-            return
-        is_last = (self._state.step + 1) % self._state.steps_per_epoch == 0
-        is_due = not self._peers.alone and (self._is_first or is_last)
-        self._is_first, self._before = False, _sums(self._state) if is_due else None
 
     def after(self, moment: Moment, source: str) -> None:
         if moment is Moment.AFTER_STEP:
-            self._after = None if self._before is None else _sums(self._state)
-            self._source = source
-        elif self._after is not None:
-            self._compare((self._before, self._after))
-            self._after = None
-
-    def _compare(self, mine: object) -> None:
-        before, after = zip(*self._peers.gather(mine), strict=True)
-        names = sorted(
-            name
-            for name in {name for each in after for name in each}
-            if len({each.get(name) for each in after}) > 1
-            and len({each.get(name) for each in before}) == 1
-        )
-        if names:
-            tensors = _tensors_of(self._state)
-            found = {name: sketch(tensors[name]) for name in names if name in tensors}
-            _require_alike(self._source, names, self._peers.gather(found))
+            is_last = (self._state.step + 1) % self._state.steps_per_epoch == 0
+            self._is_due = not self._peers.alone and (self._is_first or is_last)
+            self._is_first, self._source = False, source
+        elif self._is_due:
+            self._is_due = False
+            _require_same(self._peers, self._source, _tensors_of(self._state))
 
 
-def _sums(state: TrainState) -> dict[str, int]:
-    return {name: word_sum(value) for name, value in _tensors_of(state).items()}
+def _tensors_of(state: TrainState, *, trained: bool = True) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model that the run's state holds and every rank has whole, by name.
 
-
-def _tensors_of(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model that the run's state holds, by name."""
+    Args:
+        trained: whether those are among them that an optimizer changes.
+    """
     held = {**state.model.state_dict(), **state.unsaved()}
+    if state.frozen is not None:
+        held = state.frozen.without(held)
+    parameters = state.model.named_parameters(remove_duplicate=False)
+    left_out = {name for name, value in parameters if value.requires_grad and not trained}
     return {
         name: value
         for name, value in held.items()
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not is_lazy(value)
+        if name not in left_out
+        and isinstance(value, torch.Tensor)
+        and local(value) is value
+        and value.layout is torch.strided
+        and not is_lazy(value)
     }
+
+
+def _require_same(
+    peers: Peers,
+    source: str,
+    tensors: Mapping[str, torch.Tensor],
+    numbers: Mapping[str, int] | None = None,
+) -> None:
+    """Raise BadTask if ranks differ in one of these by more than other hardware explains. A
+    collective."""
+    mine = {**(numbers or {}), **{name: word_sum(value) for name, value in tensors.items()}}
+    of_ranks = peers.gather(mine)
+    names = sorted(
+        name
+        for name in {name for each in of_ranks for name in each}
+        if len({each.get(name) for each in of_ranks}) > 1
+    )
+    if names:
+        found = {name: sketch(tensors[name]) for name in names if name in tensors}
+        _require_alike(source, names, peers.gather(found))
 
 
 @checked(

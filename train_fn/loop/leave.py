@@ -31,7 +31,7 @@ from train_fn.session.session import not_copied
 from train_fn.snapshots.keeper import Remains
 from train_fn.snapshots.last_save import newest_durable
 from train_fn.snapshots.leaving import leave_snapshot
-from train_fn.state.optim import Packer, each_of
+from train_fn.state.optim import each_of
 from train_fn.state.run_state import CopyMemory
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step import nccl
@@ -184,7 +184,6 @@ class Rescue:
         self._num_values: int | None = None
         """Number of parameters that had optimizer values when memory was taken; None if none is
         needed."""
-        self._packer = Packer()
         self.kept_step: int | None = None
         """Step of the state that was left as a snapshot."""
         nccl.keep_before_abort(self.keep)
@@ -217,7 +216,7 @@ class Rescue:
         self._into_memory(self._live())
 
     def _live(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._replica.state.state_dict(packed=False)
+        state: dict[str, Any] = self._replica.state.state_dict()
         return state
 
     def _into_memory(self, state: Any) -> dict[str, Any]:
@@ -315,9 +314,7 @@ class Rescue:
             now = part[place.name]
             shared = [name for name, other in part.items() if _is_same(other, now)]
             part.update(dict.fromkeys(shared, value))
-        copied = self._into_memory(state)
-        # Ranks compare states by their digests, and the others pack their moments.
-        return copied | {"optimizer": self._packer.packed(copied["optimizer"])}
+        return self._into_memory(state)
 
     @contextmanager
     def _beside_the_hung(self) -> Iterator[None]:

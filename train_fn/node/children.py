@@ -3,8 +3,8 @@
 A forked process inherits every descriptor of the rank. While it lives, the connections of a dead
 rank stay open: the collectives of its peers do not fail, and Ray takes the rank for alive. So a
 forked process lets go of the rank's connections at once, a program that the rank starts gets none
-of them, and the kernel kills what was forked once the rank is gone. What escapes that carries a
-mark of its rank, by which ``end_leftovers`` finds and ends it.
+of them, and the kernel kills what was forked once the rank is gone. Who forks a rank ends all of
+its process group with it (``ranks/zygote.py``): that of the programs, too.
 
 Connections are told apart by when they were made: those of Ray before any code of the user ran,
 those of the process group while it was formed. Sockets of the user's code are left alone.
@@ -14,20 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import signal
 import socket
 import stat
 import sys
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
-
-MARK_VARIABLE = "EVERSTEP_STARTED_BY"
-"""Environment variable by which a program that a rank starts is found after the rank's death."""
-_MARK_FILE = b"/memfd:everstep-rank-"
-"""Begins the name of a page in the memory of a rank and of what it forks."""
 
 
 class _Rank(NamedTuple):
@@ -39,7 +32,6 @@ class _Rank(NamedTuple):
     writing: int
     pipe: int
     """Inode of the pipe."""
-    mark: mmap.mmap
 
 
 _rank: _Rank | None = None
@@ -57,11 +49,8 @@ def begin() -> None:
         return
     if _rank is None:
         _own({inode for inode, _ in _sockets()})
-        mark = _own_mark()
-        os.environ[MARK_VARIABLE] = mark
         reading, writing = os.pipe()
-        pipe = os.fstat(reading).st_ino
-        _rank = _Rank(reading, writing, pipe, _page_named(f"everstep-rank-{mark}"))
+        _rank = _Rank(reading, writing, os.fstat(reading).st_ino)
         _own_those_of_groups()
     _before.clear()
     _before.update(inode for inode, _ in _sockets(tcp_only=True))
@@ -184,80 +173,3 @@ def _end_with_rank(rank: _Rank) -> None:
 
 
 os.register_at_fork(after_in_child=_leave_rank)
-
-
-# -- afterwards
-
-
-def end_leftovers() -> list[int]:
-    """Kill the processes on this node that ranks have started which are gone. Return their ids."""
-    if sys.platform != "linux":
-        return []
-    ended = []
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - as above
-        if entry.isdigit() and int(entry) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                ended += [int(entry)] * _end_if_left(int(entry))
-    return ended
-
-
-def _end_if_left(pid: int) -> bool:
-    """Kill a process if the rank that has started it is gone. Return whether it was killed."""
-    pidfd = os.pidfd_open(pid)  # so that the id is not another process's when it is killed
-    try:
-        mark = _mark_of(pid)
-        if mark is None or not _is_gone(mark):
-            return False
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        return True
-    finally:
-        os.close(pidfd)
-
-
-def _own_mark() -> str:
-    """Return what no other process of this machine has at any time."""
-    return f"{_pid_namespace()}-{os.getpid()}-{_birth(os.getpid())}"
-
-
-def _mark_of(pid: int) -> str | None:
-    """Return the mark of the rank that has started a process; None if none has."""
-    process = Path("/proc", str(pid))
-    for name, before, after in (
-        ("environ", f"{MARK_VARIABLE}=".encode(), b"\0"),
-        ("maps", _MARK_FILE, b" "),
-    ):
-        _, found, rest = (process / name).read_bytes().partition(before)
-        if found:
-            return rest.partition(after)[0].decode(errors="replace")
-    return None
-
-
-def _is_gone(mark: str) -> bool:
-    """Return whether the rank of a mark has ended. The ids of another container say nothing."""
-    namespace, _, rank = mark.partition("-")
-    pid, _, birth = rank.partition("-")
-    return namespace == _pid_namespace() and pid.isdigit() and _birth(int(pid)) != birth
-
-
-def _birth(pid: int) -> str | None:
-    """Return when a process was started, in clock ticks; None if it has ended."""
-    try:
-        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _pid_namespace() -> str:
-    return str(Path("/proc/self/ns/pid").stat().st_ino)
-
-
-def _page_named(name: str) -> mmap.mmap:
-    """Return a page of memory that is found in ``/proc/PID/maps`` by its name, also of a process
-    that is forked later."""
-    fd = os.memfd_create(name)
-    try:
-        os.ftruncate(fd, mmap.PAGESIZE)
-        return mmap.mmap(fd, mmap.PAGESIZE)
-    finally:
-        os.close(fd)

@@ -18,7 +18,7 @@ from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch
 from train_fn.protect.changes import MovingTensors, PartCopies, WeightsMark
 from train_fn.samples.sampler import Sampler
-from train_fn.state.optim import Packer, match_layout, unpacked
+from train_fn.state.optim import match_layout, unpacked, with_strides
 from train_fn.state.pieces import WEIGHT, weights_in
 from train_fn.state.run_state import RunState
 from train_fn.state.sharded import (
@@ -77,7 +77,6 @@ class LoopState(RunState):
         self.moving = MovingTensors(
             parts.models, [each for each in parts.parameters() if id(each) in held]
         )
-        self._packers = {name: Packer() for name in parts.optimizers}
         self._copies = PartCopies(parts)
         self._weights_mark = WeightsMark(
             local(value) for value in parts.parameters() if value.requires_grad or id(value) in held
@@ -254,7 +253,6 @@ class LoopState(RunState):
     ) -> dict[str, Any]:
         _, k = self._place()
         loaders = {name: state for name, state in states.items() if name in self.parts.loaders}
-        packs = self.piece is None
         state = {
             **self.counters(k),
             "fingerprint": f"{FINGERPRINT}: {self._known_data}",
@@ -267,10 +265,10 @@ class LoopState(RunState):
             },
             "loaders": loaders,
             "optimizer": {
-                name: packer.packed(of_optimizer(name), self.parts.optimizers[name])
-                if packs
+                name: with_strides(of_optimizer(name), optimizer)
+                if self.piece is None
                 else of_optimizer(name)
-                for name, packer in self._packers.items()
+                for name, optimizer in self.parts.optimizers.items()
             },
             "scaler": {},
             "ema": None,

@@ -76,7 +76,6 @@ def prepare(launch: RankLaunch, ip: str, *, over_nccl: bool) -> None:
         ip: the node's address in the cluster.
     """
     global _attempt
-    threading.Thread(target=children.end_leftovers, name="end-leftovers", daemon=True).start()
     _attempt = _Attempt(launch)
     children.begin()
     take_environment(launch.env)

@@ -11,7 +11,7 @@ level 0; ``serve`` is what both levels do.
 
 A zygote has one thread and opens no device. A connection asks for forks and is told of their ends;
 what was forked for it is killed when it closes. So the ranks of a host end with it, even one that
-is stopped.
+is stopped. What a rank has started ends with the rank.
 """
 
 from __future__ import annotations
@@ -117,14 +117,18 @@ class Zygote:
         os.close(self._wakes)
 
     def _reap(self) -> None:
-        """Tell hosts of the ends of their forks."""
+        """Tell hosts of the ends of their forks, and end the process group that one has led: the
+        programs that a rank has started."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            with contextlib.suppress(OSError):  # it led none
+                os.killpg(ended.si_pid, signal.SIGKILL)  # nobody else has its id yet
+            pid, status = os.waitpid(ended.si_pid, 0)
             host = self._forks.pop(pid, None)
             if host is not None:
                 self._tell(host, ("ended", pid, status))

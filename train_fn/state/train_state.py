@@ -16,7 +16,7 @@ from train_fn.errors import BadTask, NothingTrained, few
 from train_fn.samples.ledger import START, Bookmarks
 from train_fn.samples.sampler import Sampler
 from train_fn.state.contents import Contents, FrozenPart, other_base, require_same_data
-from train_fn.state.optim import Ema, Optimizers, Packer, match_layout, unpacked, with_strides
+from train_fn.state.optim import Ema, Optimizers, match_layout, unpacked, with_strides
 from train_fn.state.pieces import weights_in
 from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
@@ -63,7 +63,6 @@ class TrainState(RunState):
         if shards is not None:
             self.piece, self.rows = shards.piece, shards.rows
         self.optimizer = optimizer
-        self._packer = Packer()
         self._modes = BuiltModes(model)
         self.scaler = scaler
         self.scheduler = scheduler
@@ -134,23 +133,15 @@ class TrainState(RunState):
         """Return the tensors of ``carry``'s places by name."""
         return {name: place.tensor for name, place in self._unsaved.items()}
 
-    def state_dict(self, *, packed: bool = True) -> dict[str, Any]:
-        """Return the state as nested dicts of plain values and tensors. It can be saved to a file
-        that loads with ``weights_only=True``. Tensors are live, except for packed moments.
-
-        Args:
-            packed: whether to pack small moments (``Packer``), which runs kernels on their device.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as nested dicts of plain values and live tensors. It can be saved to a
+        file that loads with ``weights_only=True``. No kernel runs on a device."""
         model, ema = self.model.state_dict(), self.ema.state_dict() if self.ema else None
         if self.frozen is not None:
             model, ema = self.frozen.without(model), ema and self.frozen.without(ema)
         optimizer = self.optimizer.state_dict()
         if self.shards is None:
-            optimizer = (
-                self._packer.packed(optimizer, self.optimizer)
-                if packed
-                else with_strides(optimizer, self.optimizer)
-            )
+            optimizer = with_strides(optimizer, self.optimizer)
         state = {
             **self.counters(self.k),
             "hook_due": self.hook_due,

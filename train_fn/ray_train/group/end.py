@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from train_fn.errors import RankDied
-from train_fn.ray_train.group.node_checks import find_gone, find_stopped, wake_stopped
+from train_fn.ray_train.group.node_checks import find_stopped, wake_stopped
 from train_fn.ray_train.group.placement import Bundle
 from train_fn.ray_train.ray_internals import (
     Worker,
@@ -45,7 +45,6 @@ _SLOWEST_BYTES_PER_S = 300e6
 """Lowest assumed rate at which several ranks at once copy, digest and write a state."""
 _KEPT_S = 2.0
 """Seconds that a rank whose state is already on its node has to be freed by an abort and exit."""
-_NODES_ANSWER_S = 3.0
 _WAIT_S = 0.5
 """Interval in seconds at which a rank that is waited for reports its state."""
 
@@ -89,8 +88,6 @@ class GroupShutdown:
         self._asked_at: dict[int, float] = {}
         """When each rank was last polled."""
         self._have_woken = False
-        self._looked_for: set[int] = set()
-        """Ranks that were looked for on their nodes."""
         nodes = {node.node_id: node for node in read_nodes()}
         for rank, worker in enumerate(workers):
             report = dataclasses.replace(place_of(rank, worker, nodes), still_running=True)
@@ -138,8 +135,6 @@ class GroupShutdown:
             waiting, now = set(self._waiting.values()), time.monotonic()
             if waiting and all(self._reports[rank].kept_step is not None for rank in waiting):
                 deadline = min(deadline, now + _KEPT_S)
-            if self._drop_gone(silent_ranks(self._asked_at, waiting, now, self._silent_s)):
-                continue
             silent = find_silent(self._asked_at, stacks, waiting, now, self._silent_s)
             if silent:
                 self._kill_silent(silent)
@@ -150,7 +145,6 @@ class GroupShutdown:
                 and len(silent_ranks(self._asked_at, waiting, now, self._silent_s)) == len(waiting)
             ):
                 self._wake()
-        self._drop_gone(list(self._waiting.values()))
         for rank in self._waiting.values():
             report = self._reports[rank]
             held_up = report.kept_step is not None or waits_for_others(stacks.get(rank) or "")
@@ -214,20 +208,6 @@ class GroupShutdown:
                     self._reports[rank], unresponsive=True, still_running=False
                 )
                 self._end(self._workers[rank].actor)
-
-    def _drop_gone(self, ranks: Collection[int]) -> bool:
-        """Look on their nodes for ranks that do not answer. Return whether the process of one is
-        gone."""
-        ranks = [rank for rank in ranks if rank not in self._looked_for]
-        self._looked_for |= set(ranks)
-        places = {(self._reports[rank].node_id, self._reports[rank].pid): rank for rank in ranks}
-        found = {places[place] for place in find_gone(places, _NODES_ANSWER_S)} if ranks else set()
-        for ref, rank in list(self._waiting.items()):
-            if rank in found:
-                del self._waiting[ref]
-                self._reports[rank] = gone(self._reports[rank], UNNOTICED)
-                self._end(self._workers[rank].actor)
-        return bool(found)
 
     def _drop_lost_nodes(self) -> None:
         reachable = {node.node_id for node in self._read_nodes() if node.reachable}
@@ -316,14 +296,9 @@ def leave_states(actors: Sequence[Any], hold_s: float) -> None:
 # ---------------------------------------------------------------- rank reports
 
 # Build a report on each rank of a group from its node, the errors of its polls, and its end. A rank
-# is dead if its node is lost, or if its host, Ray or its node says that its process is gone. One
-# that does not answer is not: it may be stopped, and hold its peers up.
+# is dead if its node is lost, or if its host or Ray says that its process is gone. One that does
+# not answer is not: it may be stopped, and hold its peers up.
 
-UNNOTICED = (
-    "its process is gone, though Ray has not noticed: something that it has started holds its "
-    "connections"
-)
-"""The description of a death that only the rank's node knows of."""
 _PING_S = 1.0
 """Timeout in seconds for a rank's process to answer that it is alive. Most do at once, also while
 they wait for a peer that died."""
@@ -419,19 +394,17 @@ def reports_of_slow_start(
     workers: Sequence[Worker], read_nodes: ReadNodes
 ) -> tuple[RankReport, ...]:
     """Return reports on the known ranks of a group whose start does not progress. They say which
-    ranks are stopped or gone."""
+    ranks are stopped."""
     try:
         nodes = {node.node_id: node for node in read_nodes()}
         reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
         places = [(report.node_id, report.pid) for report in reports]
-        stopped, dead = find_stopped(places), find_gone(places)
+        stopped = find_stopped(places)
     except Exception as exc:  # the ranks are killed in any case
         logger.warning("could not find out which ranks hold up the start: %s", exc)
         return ()
     return tuple(
-        gone(report, UNNOTICED)
-        if place in dead
-        else dataclasses.replace(
+        dataclasses.replace(
             report, unresponsive=place in stopped, still_running=place not in stopped
         )
         for report, place in zip(reports, places, strict=True)

@@ -19,7 +19,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.wire import ErrorKind
 from everstep.wire.events import NODE_UNFIT
-from train_fn.node.children import end_leftovers
 from train_fn.node.node_check import versions
 from train_fn.node.preflight import NodeFigures, unfit, wrong
 from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
@@ -338,8 +337,7 @@ class LinkChecks:
 # ---------------------------------------------------------------- stopped processes
 
 # Find processes on other nodes that seem alive to the peers that wait for them: stopped ones
-# (SIGSTOP, a debugger, a frozen container), which are woken or ended, and those that are gone while
-# something that they have started holds their connections.
+# (SIGSTOP, a debugger, a frozen container), which are woken or ended.
 
 _ANSWER_S = 10.0
 
@@ -361,19 +359,10 @@ def end_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
     return _ask_nodes(signalled, processes, signal.SIGKILL)
 
 
-def find_gone(
-    processes: Iterable[tuple[str, int]], answer_s: float = _ANSWER_S
-) -> set[tuple[str, int]]:
-    """Return those (node, process) pairs whose process has ended, though Ray may not know. What
-    they have started is ended, so that Ray and their peers notice."""
-    return _ask_nodes(gone, processes, answer_s=answer_s)
-
-
 def _ask_nodes(
     question: Callable[..., list[int]],
     processes: Iterable[tuple[str, int]],
     *arguments: Any,
-    answer_s: float = _ANSWER_S,
 ) -> set[tuple[str, int]]:
     pids_by_node: dict[str, list[int]] = {}
     for node_id, pid in processes:
@@ -385,7 +374,7 @@ def _ask_nodes(
         for node_id, pids in pids_by_node.items()
     }
     answered, _ = (
-        ray.wait(list(asked), num_returns=len(asked), timeout=answer_s) if asked else ([], [])
+        ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
     )
     found = set()
     for ref in answered:
@@ -393,7 +382,7 @@ def _ask_nodes(
             found |= {(asked[ref], pid) for pid in ray.get(ref)}
         except RayError as exc:
             logger.warning(
-                "node %s did not report which of its ranks are stopped or gone: %s", asked[ref], exc
+                "node %s did not report which of its ranks are stopped: %s", asked[ref], exc
             )
     return found
 
@@ -407,19 +396,6 @@ def stopped(pids: Collection[int]) -> list[int]:
                 found.append(pid)
         except psutil.NoSuchProcess:
             continue
-    return found
-
-
-def gone(pids: Collection[int]) -> list[int]:
-    """Return those of this node's processes that have ended, and end what ranks have left here."""
-    end_leftovers()
-    found = []
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                found.append(pid)
-        except psutil.NoSuchProcess:
-            found.append(pid)
     return found
 
 

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from everstep.wire.events import EventKind
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.group.end import UNNOTICED, lost
-from train_fn.ray_train.group.node_checks import find_gone
+from train_fn.ray_train.group.end import lost
 from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
@@ -34,11 +33,6 @@ from train_fn.recovery.hang import (
     is_known_who_hangs,
 )
 from train_fn.recovery.sizing import NodeView
-
-_SILENT_S = 2.0
-"""Seconds without an answer after which a rank's node is asked whether its process is there."""
-_ASK_AGAIN_S = 5.0
-_NODE_ANSWERS_S = 3.0
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +51,6 @@ class PollPatience:
         self._missed_since: dict[int, float] = {}
         """Since when each rank could not be called, in monotonic seconds."""
         self._logged_cut_off = False
-        self._asked_nodes_at = float("-inf")
 
     def still_running(
         self,
@@ -100,36 +93,6 @@ class PollPatience:
             and self._missed_since[rank] > recent
         }
 
-    def gone(self, workers: Sequence[Any], pending_polls: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the ranks whose process is gone though Ray has not noticed, each with the error of
-        its poll. Their nodes are asked once they have not answered for a while.
-
-        Args:
-            workers: the group's workers, by rank.
-            pending_polls: Ray's polls without a result, by rank.
-        """
-        now = time.monotonic()
-        silent = {
-            rank: (workers[rank].metadata.node_id, workers[rank].metadata.pid)
-            for rank, poll in pending_polls.items()
-            if now - poll.start_time > _SILENT_S
-        }
-        if not silent or now - self._asked_nodes_at < _ASK_AGAIN_S:
-            return {}
-        self._asked_nodes_at = now
-        try:
-            reachable = {node.node_id for node in self._read_nodes() if node.reachable}
-        except Exception as exc:
-            logger.warning("the cluster's nodes could not be read: %s", exc)
-            return {}
-        asked = [place for place in silent.values() if place[0] in reachable]
-        found = find_gone(asked, _NODE_ANSWERS_S)
-        return {
-            rank: WorkerHealthCheckFailedError(UNNOTICED, failure=RayActorError(None, UNNOTICED))
-            for rank, place in silent.items()
-            if place in found
-        }
-
     def is_cut_off(self, workers: Sequence[Any]) -> bool:
         """Return whether this host is cut off: the GCS counts other hosts as alive, but none of
         them answers."""
@@ -169,7 +132,7 @@ def _is_missed(error: Any) -> bool:
 
 # ---------------------------------------------------------------- start watch
 
-# Give up the start of a group that takes too long, or in which a rank is stopped or gone.
+# Give up the start of a group that takes too long, or in which a rank is stopped.
 
 _LOOK_S = 10.0
 """Interval in seconds between two checks for stopped ranks."""
@@ -208,8 +171,7 @@ def watched_start(
 
     Args:
         limit_s: longest start in seconds.
-        find_stopped: returns a report on each rank; stopped ones are ``unresponsive``, and those
-            whose process is gone ``died``.
+        find_stopped: returns a report on each rank; stopped ones are ``unresponsive``.
         give_up: called with these reports. It must kill the group's actors, so that the start fails
             at once.
     """
@@ -222,13 +184,9 @@ def watched_start(
                 continue
             reports = find_stopped()
             overdue = limit.left_s() == 0.0
-            if limit.ended or not (
-                overdue or any(each.unresponsive or each.died for each in reports)
-            ):
+            if limit.ended or not (overdue or any(each.unresponsive for each in reports)):
                 continue
-            why = (
-                "takes too long to start" if overdue else "waits for a rank that is stopped or gone"
-            )
+            why = "takes too long to start" if overdue else "waits for a rank that is stopped"
             logger.warning("the worker group %s; killing its processes", why)
             give_up(reports)
             return

@@ -172,12 +172,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         running = self._patience.still_running(
             statuses, self.get_workers(), self._world_rank_to_ongoing_poll
         )
-        gone = self._patience.gone(self.get_workers(), self._world_rank_to_ongoing_poll)
         return [
-            WorkerStatus(running=False, error=gone[rank], training_report=None)
-            if rank in gone
-            else (_still_running() if rank in running else status)
-            for rank, status in enumerate(statuses)
+            _still_running() if rank in running else status for rank, status in enumerate(statuses)
         ]
 
     def is_cut_off(self) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import literal_column, select, text
 from sqlalchemy.exc import IntegrityError
 
 from everstep.spec.parsing import parse_spec
@@ -24,11 +24,9 @@ from service.db.ids import ALPHABET, RUN_ID_PATTERN, IdempotencyConflict, Idempo
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.db.tables import IS_LIVE
-from service.db.tables import runs as runs_table
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from tests.support.api_service import NOON, ManualClock, spec
-from tests.support.prepared_database import prepared_database
 
 pytest_plugins = ["tests.support.database_fixtures"]
 
@@ -173,22 +171,15 @@ def test_live_runs_are_those_with_work_left(runs: RunStore) -> None:
     runs.request_stop(ended.id, "cancel")
     assert {run.id for run in runs.live()} == {queued.id, started.id}
     counts = runs.count_by_status()
-    assert (counts[RunStatus.QUEUED], counts[RunStatus.PAUSED], counts[RunStatus.RUNNING]) == (
-        1,
-        1,
-        0,
-    )
+    assert [counts[RunStatus(name)] for name in ("QUEUED", "PAUSED", "RUNNING")] == [1, 1, 0]
 
 
-def test_sqlite_finds_live_runs_among_ended_ones_by_their_index(tmp_path: Path) -> None:
-    database = prepared_database(f"sqlite:///{tmp_path / 'e.db'}")
-    query = select(runs_table.c.id).where(IS_LIVE)
-    for wanted in (query, query.order_by(runs_table.c.created_at, runs_table.c.id)):
-        sql = wanted.compile(compile_kwargs={"literal_binds": True})
-        with database.read() as connection:
-            plan = connection.execute(text(f"EXPLAIN QUERY PLAN {sql}")).all()
-        assert "ix_runs_unended" in str(plan)
-    database.close()
+def test_sqlite_finds_live_runs_among_ended_ones_by_their_index(database: Database) -> None:
+    query = select(literal_column("id")).where(IS_LIVE)
+    sql = query.compile(compile_kwargs={"literal_binds": True})
+    with database.read() as connection:
+        plan = connection.execute(text(f"EXPLAIN QUERY PLAN {sql}")).all()
+    assert "ix_runs_unended" in str(plan)
 
 
 def test_a_transition_is_guarded_by_status_and_submission(runs: RunStore) -> None:

@@ -55,9 +55,11 @@ class Peers:
         self._ranks = ranks
 
     def gather(self, own: object) -> list[object]:
-        if isinstance(own, dict):
+        if isinstance(own, list):
+            return [each.sums() for each in self._ranks]
+        if "weight" in own:
             return [each.sketches(["weight"]) for each in self._ranks]
-        return [each.sums() for each in self._ranks]
+        return [own] * 3
 
 
 def compare(ctx: WorkerContext, moment: Moment, *, must_agree: bool = True) -> None:
@@ -69,7 +71,14 @@ def compare(ctx: WorkerContext, moment: Moment, *, must_agree: bool = True) -> N
     with torch.no_grad():
         models[ODD].weight[2, 2] = 1e30
     ranks = [TrainedParameters(each, torch.optim.SGD(each.parameters(), 0.1)) for each in models]
-    state = SimpleNamespace(step=STEP, begun_at=BEGUN_AT, num_weight_parts=1)
+    state = SimpleNamespace(
+        model=models[0],
+        step=STEP,
+        begun_at=BEGUN_AT,
+        num_weight_parts=1,
+        frozen=None,
+        unsaved=dict,
+    )
     together: Any = Together
     check = together(ctx, Peers(ranks), state, ranks[0], "Mine.loss")
     check.must_agree = must_agree

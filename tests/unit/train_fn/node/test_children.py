@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -23,6 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's descrip
 
 PATIENCE_S = 30.0
 _SLEEP = ("sleep", "300")
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 # -- ways to start a process, which keep all that is inheritable
@@ -60,12 +60,6 @@ def by_fork_and_exec() -> None:
     if os.fork() == 0:
         os.setsid()
         os.execvp(_SLEEP[0], _SLEEP)
-
-
-def by_a_library_that_forks() -> None:
-    """No hook of Python's runs."""
-    if ctypes.CDLL(None).fork() == 0:
-        time.sleep(300)
 
 
 def by_popen() -> None:
@@ -115,10 +109,6 @@ class Rank(NamedTuple):
     def left(self) -> list[psutil.Process]:
         return [one for one in self.started if one.is_running() and one.status() != "zombie"]
 
-    def ended(self) -> set[int]:
-        """Return which of its processes are found and ended; there may be those of others."""
-        return set(children.end_leftovers()) & {one.pid for one in self.started}
-
     def wait_for_none_left(self) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while left := self.left():
@@ -143,9 +133,7 @@ def begin() -> Iterator[Begin]:
         connection.settimeout(PATIENCE_S)
         assert connection.recv(1) == b"s", "the process is started"
         assert process.pid is not None
-        own = psutil.Process(process.pid)
-        marked = [one for one in psutil.process_iter() if _is_of(one, process.pid)]
-        started = [one for one in {*own.children(recursive=True), *marked} if one != own]
+        started = psutil.Process(process.pid).children(recursive=True)
         assert started, way
         ranks.append(Rank(process, connection, started))
         return ranks[-1]
@@ -158,15 +146,8 @@ def begin() -> Iterator[Begin]:
         rank.connection.close()
 
 
-def _is_of(one: psutil.Process, rank: int) -> bool:
-    try:
-        mark = children._mark_of(one.pid)
-    except OSError:
-        return False
-    return mark is not None and f"-{rank}-" in mark
-
-
 def _be_a_rank(address: tuple[str, int], way: Callable[[], None]) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # it finds daemons, too
     children.begin()
     connection = socket.create_connection(address)
     os.set_inheritable(connection.fileno(), True)  # as gloo's are
@@ -183,27 +164,13 @@ def test_what_a_rank_forks_ends_with_it(way: Callable[[], None], begin: Begin) -
     rank.kill()
     assert rank.is_noticed()
     rank.wait_for_none_left()
-    assert not rank.ended()
 
 
 @pytest.mark.parametrize("way", SPAWNED)
-def test_programs_hold_no_connection_and_are_found_afterwards(
-    way: Callable[[], None], begin: Begin
-) -> None:
+def test_programs_hold_no_connection(way: Callable[[], None], begin: Begin) -> None:
     rank = begin(way)
-    assert not rank.ended(), "their rank lives"
     rank.kill()
     assert rank.is_noticed()
-    children.end_leftovers()
-    rank.wait_for_none_left()
-
-
-def test_what_forks_past_python_is_found_and_ended(begin: Begin) -> None:
-    rank = begin(by_a_library_that_forks)
-    rank.kill()
-    children.end_leftovers()  # until then it holds the connection
-    assert rank.is_noticed()
-    rank.wait_for_none_left()
 
 
 # -- what a forked process keeps
@@ -243,12 +210,3 @@ def test_a_forked_process_keeps_the_user_s_sockets_and_does_not_break_the_rank_s
     with rank_s, users:
         assert (rank_s.recv(10), users.recv(10)) == (b"r", b"u")
     process.join()
-
-
-def test_a_mark_of_another_container_says_nothing() -> None:
-    mark = children._own_mark()
-    namespace, pid, birth = mark.split("-")
-    assert not children._is_gone(mark)
-    assert children._is_gone(f"{namespace}-{pid}-{int(birth) + 1}")
-    assert not children._is_gone(f"{int(namespace) + 1}-{pid}-{int(birth) + 1}")
-    assert Path("/proc/1").exists() and not children._is_gone("")

@@ -108,6 +108,20 @@ def test_forks_end_with_their_host_and_no_other_one_does(
     os.kill(released, signal.SIGKILL)
 
 
+def sleeps() -> int:
+    os.setpgid(0, 0)  # as a rank does
+    return subprocess.Popen(["sleep", "300"]).pid
+
+
+def test_the_programs_of_a_fork_end_with_it(level: Level) -> None:
+    (killed, line, end), (stays, other, _) = (level.host().fork() for _ in range(2))
+    program, other_s = call(line, sleeps), call(other, sleeps)
+    os.kill(killed, signal.SIGKILL)
+    assert os.WTERMSIG(end.result(20)) == signal.SIGKILL
+    wait_for(lambda: not is_alive(program), 20, "the end of its program")
+    assert is_alive(other_s) and call(other, os.getpid) == stays
+
+
 def test_a_fork_has_none_of_its_zygotes_connections(level: Level) -> None:
     """It would hold them open when their ends are to be told."""
     host, _ = level.host(), level.host()

@@ -10,7 +10,6 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from train_fn.ray_train.group import patience
-from train_fn.ray_train.group.end import UNNOTICED, with_error
 from train_fn.ray_train.group.patience import PollPatience
 from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.ray_internals import (
@@ -19,7 +18,6 @@ from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckTimeoutError,
     WorkerStatus,
 )
-from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
 
@@ -114,30 +112,6 @@ def test_a_rank_that_hangs_on_a_node_that_answers_is_not_waited_for(polls: Polls
     )
     polls.group._world_rank_to_ongoing_poll = {0: SimpleNamespace(start_time=0.0)}
     assert polls.errors() == [True, False]
-
-
-def test_a_rank_that_is_silent_is_looked_for_on_its_node(
-    polls: Polls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[float, list[tuple[str, int]]]] = []
-
-    def find_gone(places: list[tuple[str, int]], _: float) -> set[tuple[str, int]]:
-        asked.append((polls.now, places))
-        return {place for place in places if polls.now >= 8.0}
-
-    monkeypatch.setattr(patience, "find_gone", find_gone)
-    polls.nodes = (on(UP, "a"), on(REFUSING, "b"))
-    polls.statuses = [WorkerStatus(running=True)] * 2
-    polls.group._world_rank_to_ongoing_poll = {
-        rank: SimpleNamespace(start_time=0.0) for rank in (0, 1)
-    }
-    for polls.now in (0.0, 2.0, 2.5, 4.0, 7.0):
-        assert polls.errors() == [False, False]
-    assert asked == [(2.5, [("a", 97)])], "only nodes that answer, and not all the time"
-    polls.now = 8.0
-    found, other = polls.group._poll_workers_and_collect_errors(0.2)
-    report = with_error(RankReport(0, "a", 97), found.error)
-    assert (report.state, report.death, other.error) == ("died", UNNOTICED, None)
 
 
 def test_who_hears_no_host_at_all_leaves_the_ranks_alone_however_long(polls: Polls) -> None:
