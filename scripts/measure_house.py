@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_463,
+    "everstep": 15_461,
     "storage": 5_710,
-    "service": 26_833,
-    "train_fn": 48_696,
-    "tests": 88_032,
+    "service": 26_786,
+    "train_fn": 48_710,
+    "tests": 88_030,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

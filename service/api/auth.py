@@ -128,4 +128,4 @@ def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:
     revoked."""
     found = tokens.find(secret)
     if found is None or found.role != "viewer":
-        tokens.take_over(secret, "metrics", "viewer", token_id=METRICS_TOKEN_ID)
+        tokens.put(secret, "metrics", "viewer", None, None, METRICS_TOKEN_ID)

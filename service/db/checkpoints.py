@@ -13,13 +13,10 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire import RunStatus
 from service.db.engine import StateConflict, Store, insert_missing
 from service.db.projects import QuotaExceeded, ensure_project
-from service.db.tables import Few, checkpoint_checks, code_archives, projects, runs
+from service.db.tables import IS_UNENDED, checkpoint_checks, code_archives, projects, runs
 from service.model.run_rows import StoredSpec
 
 _ENDED: Final = sorted(status.value for status in RunStatus if status.terminal)
-_IS_UNENDED: Final = Few(
-    runs.c.status.in_(sorted(status.value for status in RunStatus if not status.terminal))
-)
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class KeptCheckpoint:
 
 def awaited_in(connection: Connection) -> dict[str, frozenset[int]]:
     """Return what ``CheckpointRecords.awaited`` returns, in this transaction."""
-    rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
+    rows = select(runs.c.spec).where(IS_UNENDED, runs.c.latest_checkpoint.is_(None))
     found: dict[str, frozenset[int]] = {}
     for (spec,) in connection.execute(rows):
         origin = StoredSpec.read(spec).origin
@@ -107,7 +104,7 @@ class CheckpointRecords(Store):
         damaged = select(checkpoint_checks.c.run_id, checkpoint_checks.c.name).where(
             checkpoint_checks.c.problem.is_not(None)
         )
-        query = damaged.join_from(checkpoint_checks, runs).where(_IS_UNENDED)
+        query = damaged.join_from(checkpoint_checks, runs).where(IS_UNENDED)
         found: dict[str, frozenset[str]] = {}
         with self._database.read() as connection:
             for run_id, name in connection.execute(query):
@@ -117,7 +114,7 @@ class CheckpointRecords(Store):
     def unended(self) -> list[str]:
         """Return the ids of runs that have not ended."""
         with self._database.read() as connection:
-            return list(connection.execute(select(runs.c.id).where(_IS_UNENDED)).scalars())
+            return list(connection.execute(select(runs.c.id).where(IS_UNENDED)).scalars())
 
     def ended_between(self, begin: float, end: float) -> list[str]:
         """Return the ids of runs that ended after ``begin``, up to ``end``, in unix seconds."""

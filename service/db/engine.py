@@ -278,16 +278,14 @@ def insert_missing(connection: Connection, table: Table, row: Mapping[str, Any])
     return done.rowcount > 0
 
 
-def replace_row(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
-    """Insert a row, or replace the one with the same primary key. Of two at once, the later one
-    stays."""
-    statement = insert_into(table, connection.dialect).values(dict(row))
+def replace_rows(connection: Connection, table: Table, *rows: Mapping[str, Any]) -> None:
+    """Insert rows with the same columns, each in place of one with the same primary key. Of two at
+    once, the later one stays."""
+    statement = insert_into(table, connection.dialect)
     keys = [column.name for column in table.primary_key]
+    replaced = {name: statement.excluded[name] for name in rows[0] if name not in keys}
     connection.execute(
-        statement.on_conflict_do_update(
-            index_elements=keys,
-            set_={name: statement.excluded[name] for name in row if name not in keys},
-        )
+        statement.on_conflict_do_update(index_elements=keys, set_=replaced), list(map(dict, rows))
     )
 
 

@@ -23,7 +23,7 @@ from sqlalchemy import (
 
 from everstep.wire import Failure, RunStatus
 from everstep.wire.events import UNFIT, EventKind
-from service.db.engine import DatabaseError, Store
+from service.db.engine import DatabaseError, Store, replace_rows
 from service.db.tables import checkpoint_checks, events, metrics, runs
 from service.db.writer import RunWriter
 from service.model.rows import CheckpointCheck, EventRow, MetricPoint
@@ -261,13 +261,7 @@ def _write_check(connection: Connection, run_id: str, check: CheckpointCheck) ->
     checks = checkpoint_checks.c
     key = (checks.run_id == run_id, checks.name == check.name)
     before = connection.execute(select(checks.problem).where(*key)).one_or_none()
-    values = {"verified_at": check.verified_at, "problem": check.problem}
-    if before is None:
-        connection.execute(
-            checkpoint_checks.insert().values(run_id=run_id, name=check.name, **values)
-        )
-    else:
-        connection.execute(checkpoint_checks.update().where(*key).values(values))
+    replace_rows(connection, checkpoint_checks, {"run_id": run_id, **check.columns()})
     return before is not None and before.problem is not None
 
 

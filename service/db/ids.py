@@ -62,38 +62,32 @@ class IdempotencyKey:
     body_sha256: str
 
 
-def is_used(connection: Connection, idempotency: IdempotencyKey) -> bool:
-    """Return whether the key was used before."""
+def used(connection: Connection, idempotency: IdempotencyKey) -> tuple[str, str] | None:
+    """Return ``body_sha256`` and ``run_id`` of the request with this key; None if it is new."""
     keys = idempotency_keys.c
-    query = select(keys.key).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
-    return connection.execute(query).one_or_none() is not None
-
-
-def check_same_body(idempotency: IdempotencyKey, body_sha256: str) -> None:
-    """Raise IdempotencyConflict if the key was used with another body."""
-    if body_sha256 != idempotency.body_sha256:
-        raise IdempotencyConflict(
-            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a "
-            "new request"
-        )
+    query = select(keys.body_sha256, keys.run_id)
+    query = query.where(keys.scope == idempotency.scope, keys.key == idempotency.key)
+    found = connection.execute(query).one_or_none()
+    return found and (found.body_sha256, found.run_id)
 
 
 def known_run(connection: Connection, idempotency: IdempotencyKey | None) -> RunRow | None:
     """Return the run that was created with this key, or None. Raise IdempotencyConflict."""
     if idempotency is None:
         return None
-    keys = idempotency_keys.c
-    query = select(keys.body_sha256, keys.run_id).where(
-        keys.scope == idempotency.scope, keys.key == idempotency.key
-    )
-    found = connection.execute(query).one_or_none()
+    found = used(connection, idempotency)
     if found is None:
         return None
-    check_same_body(idempotency, found.body_sha256)
-    run = find_run(connection, found.run_id)
+    body_sha256, run_id = found
+    if body_sha256 != idempotency.body_sha256:
+        raise IdempotencyConflict(
+            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a "
+            "new request"
+        )
+    run = find_run(connection, run_id)
     if run is None:
         raise IdempotencyConflict(
-            f"Idempotency-Key {idempotency.key!r} was used for run {found.run_id}, which was "
+            f"Idempotency-Key {idempotency.key!r} was used for run {run_id}, which was "
             "deleted; use a new key"
         )
     return run

@@ -10,7 +10,7 @@ from typing import Final
 from sqlalchemy import Connection, func, select, update
 
 from service.db.audit import note_target
-from service.db.engine import Store, insert_missing, replace_row
+from service.db.engine import Store, insert_missing, replace_rows
 from service.db.tables import node_marks, runs, storage_identity
 from service.model.rows import NodeMarkRow
 from storage.cluster import MarkedNode, Owner
@@ -111,7 +111,7 @@ class StorageRecords(Store):
                 "database_id": owner.database_id,
                 "generation": owner.generation,
             }
-            replace_row(connection, storage_identity, row)
+            replace_rows(connection, storage_identity, row)
         return owner
 
     def run_ids(self) -> set[str]:

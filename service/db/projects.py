@@ -165,19 +165,10 @@ def quotas_of(row: ProjectRow) -> Quotas:
 
 
 def _usage(connection: Connection) -> dict[str, ProjectLoad]:
-    query = (
-        select(
-            runs.c.project,
-            runs.c.status,
-            func.count().label("num_runs"),
-            func.sum(runs.c.world_size).label("workers"),
-        )
-        .where(IS_LIVE)
-        .group_by(runs.c.project, runs.c.status)
-    )
+    query = select(runs.c.project, runs.c.status, runs.c.world_size).where(IS_LIVE)
     found: dict[str, dict[str, Any]] = {}
-    for project, status, num_runs, workers in connection.execute(query):
+    for project, status, workers in connection.execute(query):
         sums = found.setdefault(project, {"workers": 0, "running": 0, "queued": 0})
-        sums["queued" if status == RunStatus.QUEUED else "running"] += num_runs
+        sums["queued" if status == RunStatus.QUEUED else "running"] += 1
         sums["workers"] += workers or 0
     return {project: ProjectLoad(**sums) for project, sums in found.items()}

@@ -18,7 +18,7 @@ from everstep.wire.run import Replay
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords, awaited_in, hold_origin
 from service.db.engine import Database, DatabaseError
-from service.db.ids import IdempotencyKey, is_used, known_run, new_id, remember
+from service.db.ids import IdempotencyKey, known_run, new_id, remember, used
 from service.db.node_marks import StorageRecords
 from service.db.projects import join_queue
 from service.db.run_lookup import find_run
@@ -392,7 +392,7 @@ class RunStore(RunChanges):
         if idempotency is None:
             return False
         with self._database.read() as connection:
-            return is_used(connection, idempotency)
+            return used(connection, idempotency) is not None
 
     def request_stop(self, run_id: str, stop: Stop) -> RunRow:
         """Cancel or pause a run: at once if it is not on the cluster, else through STOPPING until

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_
 from sqlalchemy import (
     JSON,
     Column,
-    ColumnElement,
     Connection,
     Double,
     ForeignKey,
@@ -23,18 +22,17 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    and_,
     text,
 )
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.compiler import SQLCompiler
-from sqlalchemy.sql.functions import FunctionElement
 
+from everstep.wire import RunStatus
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
-from service.model.states import LIVE
 
 _TYPES: Final = {str: Text, int: Integer, float: Double}
 _FAILURES_ONLY = text("kind = 'failure'")
+_UNENDED_ONLY = text("finished_at IS NULL")
 
 metadata = MetaData(
     naming_convention={
@@ -74,6 +72,12 @@ runs = Table(  # the fields are in RunRow
     *(_column(name, _KINDS[name]) for name in RunRow.__dataclass_fields__),
     Column("sweep_id", String(32)),  # until the next release: replicas of 0.1.0 read it
     Index(None, "created_at", "id"),
+    Index(
+        "ix_runs_unended",
+        *("created_at", "id"),
+        sqlite_where=_UNENDED_ONLY,
+        postgresql_where=_UNENDED_ONLY,
+    ),
     Index(None, "project", "created_at", "id"),
     Index(None, "project", "status", "created_at", "id"),
     Index(None, "status", "created_at", "id"),
@@ -259,37 +263,9 @@ node_marks = Table(
 )
 
 
-# ---------------------------------------------------------------- planner hints
-
-# A hint for SQLite that few rows match a condition; by default it expects all values to be
-# equally frequent.
-
-
-class Few(FunctionElement[Any]):
-    """A condition that few rows match. Without the hint, SQLite would read all runs to find the few
-    that have not ended.
-
-    Its type is not declared boolean: SQLite would then compare it with 1, and use no index.
-    """
-
-    name = "few"
-    inherit_cache = True
-
-    def __init__(self, condition: ColumnElement[bool]) -> None:
-        super().__init__(condition)
-
-
-@compiles(Few)
-def _itself(element: Few, compiler: SQLCompiler, **options: Any) -> str:
-    return compiler.process(element.clauses, **options)
-
-
-@compiles(Few, "sqlite")
-def _unlikely(element: Few, compiler: SQLCompiler, **options: Any) -> str:
-    return f"unlikely({compiler.process(element.clauses, **options)})"
-
-
-IS_LIVE: Final = Few(runs.c.status.in_(sorted(LIVE)))
+IS_UNENDED: Final = runs.c.finished_at.is_(None)
+"""Condition on ``runs`` that few of them match, and that has an index: not ended."""
+IS_LIVE: Final = and_(IS_UNENDED, runs.c.status != RunStatus.PAUSED.value)
 """Condition on ``runs``: queued, or submitted and not ended."""
 
 

@@ -21,7 +21,7 @@ from sqlalchemy import (
 )
 
 from service.db.audit import note_target
-from service.db.engine import Database, Store, replace_row
+from service.db.engine import Database, Store, replace_rows
 from service.db.ids import random_id
 from service.db.projects import ensure_project
 from service.db.tables import sessions, tokens
@@ -82,7 +82,7 @@ class TokenStore(Store):
                 UnknownProject.
         """
         secret = new_secret()
-        row = self._put(
+        row = self.put(
             secret,
             name,
             role,
@@ -93,12 +93,7 @@ class TokenStore(Store):
         )
         return row, secret
 
-    def take_over(self, secret: str, name: str, role: Role, *, token_id: str) -> TokenRow:
-        """Create a token from an existing secret, in place of the token ``token_id``; it gives
-        access to all projects."""
-        return self._put(secret, name, role, None, None, token_id)
-
-    def _put(
+    def put(
         self,
         secret: str,
         name: str,
@@ -110,6 +105,8 @@ class TokenStore(Store):
         create_project: bool = True,
         user: TokenRow | None = None,
     ) -> TokenRow:
+        """Store a token with this secret, in place of an earlier one of its id; see ``create``.
+        ``user`` is the token of the log-in of whoever owns it."""
         row = TokenRow(
             id=token_id,
             name=name,
@@ -126,7 +123,7 @@ class TokenStore(Store):
         with self._database.write() as connection:
             if project is not None:
                 ensure_project(connection, project, row.created_at, create=create_project)
-            replace_row(connection, tokens, row.columns())
+            replace_rows(connection, tokens, row.columns())
         return row
 
     def create_personal(
@@ -141,7 +138,7 @@ class TokenStore(Store):
             expires_at: unix seconds.
         """
         secret = new_secret()
-        row = self._put(
+        row = self.put(
             secret,
             f"{user.owner}: {label}"[:NAME_CHARS],
             role,

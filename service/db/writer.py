@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from everstep.wire import Reason, RunStatus
 from everstep.wire.events import UNFIT, EventKind
-from service.db.engine import insert_into
+from service.db.engine import replace_rows
 from service.db.tables import TableHooks, events, metrics, runs, transitions
 from service.model.rows import EventRow, MetricPoint
 from service.model.run_rows import RunRow
@@ -224,7 +224,7 @@ class RunWriter:
         return self.run
 
     def _upsert_points(self) -> None:
-        rows = [
+        rows = (
             {
                 "run_id": self.run.id,
                 "name": point.name,
@@ -233,14 +233,5 @@ class RunWriter:
                 "value": point.value,
             }
             for point in self._points.values()
-        ]
-        self._connection.execute(_points_upsert(self._connection.dialect), rows)
-
-
-def _points_upsert(dialect: Dialect) -> Insert:
-    statement = insert_into(metrics, dialect)
-    upsert: Insert = statement.on_conflict_do_update(
-        index_elements=["run_id", "name", "step"],
-        set_={"at": statement.excluded.at, "value": statement.excluded.value},
-    )
-    return upsert
+        )
+        replace_rows(self._connection, metrics, *rows)

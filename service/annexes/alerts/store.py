@@ -257,13 +257,8 @@ class IncidentStore(Store):
             rules = _rules(connection, None, _OVER_TIME)
             if not rules:
                 return
-            projects = {rule.project for rule in rules}
-            live = [
-                RunRow.read(row)
-                for row in connection.execute(
-                    RunRow.select(runs).where(IS_LIVE, runs.c.project.in_(sorted(projects)))
-                )
-            ]
+            found = connection.execute(RunRow.select(runs).where(IS_LIVE)).all()
+            live = map(RunRow.read, found)
             due = [run.id for run in live if _changes(connection, run, now, rules)]
         for run_id in due:
             with self._database.write() as connection:

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from sqlalchemy import delete, select, text, update
 
-from everstep.wire import ErrorKind, Failure, RunStatus, Verdict
+from everstep.wire import ErrorKind, Failure, Verdict
 from everstep.wire.events import UNFIT, EventKind
-from service.db.engine import insert_missing, replace_row
+from service.db.engine import insert_missing, replace_rows
 from service.db.node_marks import NodeMarks
-from service.db.tables import events, node_marks, runs
+from service.db.tables import IS_UNENDED, events, node_marks, runs
 from service.model.rows import MarkState, NodeFailure, NodeMarkRow, past
 from storage.cluster import encode_marks, read_marks_file, write_marks_file
 from storage.filesystem import Storage
@@ -49,7 +49,7 @@ class NodeMarkStore(NodeMarks):
         deadline = None if deadline_s is None else now + deadline_s
         row = NodeMarkRow(node_id, state, reason, by, now, deadline, None)
         with self._database.write() as connection:
-            replace_row(connection, node_marks, row.columns())
+            replace_rows(connection, node_marks, row.columns())
         return row
 
     def cordon_if_unchanged(
@@ -115,8 +115,7 @@ class NodeMarkStore(NodeMarks):
             .join(runs, runs.c.id == events.c.run_id)
             .where(events.c.at >= since, ~ordered)
         )
-        live = runs.c.status.in_([each.value for each in RunStatus if not each.terminal])
-        moves = (live, events.c.kind == EventKind.STRAGGLER_MOVED.value)
+        moves = (IS_UNENDED, events.c.kind == EventKind.STRAGGLER_MOVED.value)
         with self._database.read() as connection:
             found = [
                 *connection.execute(query.where(_FAILURES)),

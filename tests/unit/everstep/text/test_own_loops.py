@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from everstep.client.notebook import run_html
+from everstep.client.handles import run_html
 from everstep.text import events, failure, words
 from everstep.text.events import summary as ending_of
 from everstep.wire import Event, Failure

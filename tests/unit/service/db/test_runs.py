@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import literal_column, select, text
 from sqlalchemy.exc import IntegrityError
 
 from everstep.spec.parsing import parse_spec
@@ -23,6 +23,7 @@ from service.db.events import EventStore
 from service.db.ids import ALPHABET, RUN_ID_PATTERN, IdempotencyConflict, IdempotencyKey, new_id
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
+from service.db.tables import IS_LIVE
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from tests.support.api_service import NOON, ManualClock, spec
@@ -170,11 +171,15 @@ def test_live_runs_are_those_with_work_left(runs: RunStore) -> None:
     runs.request_stop(ended.id, "cancel")
     assert {run.id for run in runs.live()} == {queued.id, started.id}
     counts = runs.count_by_status()
-    assert (counts[RunStatus.QUEUED], counts[RunStatus.PAUSED], counts[RunStatus.RUNNING]) == (
-        1,
-        1,
-        0,
-    )
+    assert [counts[RunStatus(name)] for name in ("QUEUED", "PAUSED", "RUNNING")] == [1, 1, 0]
+
+
+def test_sqlite_finds_live_runs_among_ended_ones_by_their_index(database: Database) -> None:
+    query = select(literal_column("id")).where(IS_LIVE)
+    sql = query.compile(compile_kwargs={"literal_binds": True})
+    with database.read() as connection:
+        plan = connection.execute(text(f"EXPLAIN QUERY PLAN {sql}")).all()
+    assert "ix_runs_unended" in str(plan)
 
 
 def test_a_transition_is_guarded_by_status_and_submission(runs: RunStore) -> None:

@@ -75,11 +75,8 @@ async def test_an_end_is_told_until_somebody_takes_it_and_signed(
     first, request = receiver.requests
     assert (first.url, first.content) == (request.url, request.content), "the redirect is not taken"
     body = json.loads(request.content)
-    assert (body["run_id"], body["status"], body["reason"]["code"]) == (
-        run_id,
-        RunStatus.CANCELLED,
-        "cancelled_by_user",
-    )
+    assert (body["run_id"], body["status"]) == (run_id, RunStatus.CANCELLED)
+    assert body["reason"]["code"] == "cancelled_by_user"
     parts = dict(part.split("=") for part in request.headers["Everstep-Signature"].split(","))
     expected = hmac.new(
         SECRET.encode(), f"{parts['t']}.".encode() + request.content, hashlib.sha256
@@ -140,25 +137,17 @@ def test_an_origin_is_compared_as_a_whole(url: str, allowed: bool) -> None:
 
 async def test_a_spec_may_name_allowed_origins_only(tmp_path: Path) -> None:
     async with ApiService(tmp_path) as api:
-        refused = await api.http.post("/v1/runs", json=spec(notify={"url": URL}))
-        assert (refused.status_code, refused.json()["code"]) == (422, "invalid_spec")
-        assert refused.json()["errors"][0]["loc"] == ["notify", "url"]
-        archive = {"archive": f"sha256:{'0' * 64}", "task": "mine:Task"}
         wrong = {
             "name": "a",
             "notify": {"url": URL},
-            "code": archive,
+            "code": {"archive": f"sha256:{'0' * 64}", "task": "mine:Task"},
             "resume_from": {"run_id": "run_1"},
+            "runtime_env": {"pip": ["einops"]},
         }
-        errors = (
-            await api.http.post("/v1/runs", json=wrong | {"runtime_env": {"pip": ["einops"]}})
-        ).json()["errors"]
-        assert [".".join(error["loc"]) for error in errors] == [
-            "runtime_env",
-            "code.archive",
-            "notify.url",
-            "resume_from.run_id",
-        ]
+        refused = await api.http.post("/v1/runs", json=wrong)
+        assert (refused.status_code, refused.json()["code"]) == (422, "invalid_spec")
+        found = [".".join(error["loc"]) for error in refused.json()["errors"]]
+        assert found == ["runtime_env", "code.archive", "notify.url", "resume_from.run_id"]
         api.set(notify=RULE)
         assert (await api.http.post("/v1/runs", json=spec(notify={"url": URL}))).status_code == 201
 
