@@ -42,7 +42,7 @@ from train_fn.state.optim import Ema, Optimizers, build_optimizer
 from train_fn.state.sound_state import Numerics
 from train_fn.state.train_state import TaskState, TrainState
 from train_fn.step.precision import build_scaler, set_determinism, set_modes_for_training
-from train_fn.step.trial import Trial
+from train_fn.step.trial import TrialPass
 from train_fn.tasks.builtin import build_task
 from train_fn.tasks.protocol import Task, is_iterable, loss_arguments, makes_own_steps, where
 from train_fn.user_code.modules import add_to_path
@@ -265,7 +265,7 @@ def shape_lazy_tensors(task: Task, model: nn.Module, batch: Any) -> None:
     """
     lazy = [module for module in model.modules() if any(map(is_lazy, _own_tensors(module)))]
     present = [value for value in model.parameters() if not is_lazy(value)]
-    trial = Trial(task, model, present, is_fresh=True)
+    trial = TrialPass(task, model, present, is_fresh=True)
     with torch.no_grad():
         task.loss(model, batch, **dict.fromkeys(loss_arguments(task), 0))
     trial.put_back()

@@ -45,7 +45,7 @@ from train_fn.state.run_state import BestSoFar
 from train_fn.state.train_state import TrainState
 from train_fn.step.peers import Peers
 from train_fn.step.precision import autocast, evaluating
-from train_fn.step.trial import Trial
+from train_fn.step.trial import TrialPass
 from train_fn.tasks.metrics import OwnMetrics, TreeMetrics, build_own_metrics
 from train_fn.tasks.protocol import Task, is_iterable, loss_arguments, where
 
@@ -163,7 +163,7 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
             return first_batch(ctx, parts.task, val_set)
         return batches_by_index(ctx, parts, most=1)
 
-    trial = Trial(parts.task, model, parts.trained.parameters, is_fresh=False)
+    trial = TrialPass(parts.task, model, parts.trained.parameters, is_fresh=False)
     source = _measuring(parts.task)
     try:
         checks, met = replica.checks.around(Moment.TRIED, source), met_by_all(replica.order, source)

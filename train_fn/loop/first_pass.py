@@ -30,7 +30,7 @@ from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import NOT_COMPARED, numerics_of
 from train_fn.step.buffers import MovingBuffers
 from train_fn.step.peers import UsedParameters
-from train_fn.step.trial import Trial
+from train_fn.step.trial import TrialPass
 from train_fn.step.untrained import TensorPlace, WarmUp, with_their_like
 from train_fn.tasks.protocol import Sum, where
 
@@ -102,7 +102,7 @@ class _Undoing:
     def __init__(self, replica: Replica, *, is_fresh: bool) -> None:
         self._replica, parts = replica, replica.parts
         trained = parts.trained.parameters
-        self.trial = Trial(parts.task, replica.state.model, trained, is_fresh=is_fresh)
+        self.trial = TrialPass(parts.task, replica.state.model, trained, is_fresh=is_fresh)
 
     def __enter__(self) -> _Undoing:
         state = self._replica.state
@@ -281,7 +281,7 @@ def try_pieces(passes: Passes, batch: Any, num_samples: int) -> None:
     may_cut = parts.state.gathered is None and not passes.exchanges_in_forward
     if micro is None and not may_cut:
         return
-    trial = Trial(task, model, parts.trained.parameters, is_fresh=False)
+    trial = TrialPass(task, model, parts.trained.parameters, is_fresh=False)
     if may_cut:
         check_sum(task, passes.module, batch, num_samples)
     if micro is not None:

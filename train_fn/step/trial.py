@@ -41,7 +41,7 @@ _OWN_TO_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt
 _ABSENT = object()
 
 
-class Trial:
+class TrialPass:
     """What a pass over the model may change that is not to last.
 
     Args:

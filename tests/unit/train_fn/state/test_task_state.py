@@ -28,7 +28,7 @@ from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
 from train_fn.state.tensor_tree import digest
 from train_fn.state.train_state import TaskState
-from train_fn.step.trial import PlainAttributes, Trial
+from train_fn.step.trial import PlainAttributes, TrialPass
 
 NUM_PASSES = 18
 """In the run: nine global batches of ten samples, each in micro-batches of seven and three."""
@@ -135,7 +135,7 @@ def test_a_trial_leaves_nothing_in_modules_and_arrays_beside_the_model() -> None
     task = SimpleNamespace(criteria={"norm": criterion}, table=np.zeros(2), names=np.array(["a"]))
     model = WithExtra()
     task.model, table = model, task.table
-    trial = Trial(task, model, model.parameters(), is_fresh=True)
+    trial = TrialPass(task, model, model.parameters(), is_fresh=True)
     trial.require_extra_kept()
     criterion(torch.ones(3, 2))
     task.table += 1
@@ -156,7 +156,7 @@ def test_a_trial_leaves_nothing_in_modules_and_arrays_beside_the_model() -> None
 
 def test_what_a_pass_registers_is_refused_or_taken_away() -> None:
     model = nn.Linear(2, 2)
-    trial = Trial(SimpleNamespace(), model, model.parameters(), is_fresh=True)
+    trial = TrialPass(SimpleNamespace(), model, model.parameters(), is_fresh=True)
     model.register_buffer("mask", torch.ones(3), persistent=False)
     trial.warm_up.look()
     model.register_buffer("count", torch.ones(3))
