@@ -17,6 +17,7 @@ from train_fn.errors import BadTask
 from train_fn.state.pieces import Piece, rows_of
 from train_fn.state.sharded import UNSHARDED, is_cut, put_back, shards_in
 from train_fn.state.tensor_tree import leaves
+from train_fn.step.untrained import require_saved
 
 USE_FSDP2 = (
     "Use FSDP2: torch.distributed.fsdp.fully_shard, fsdp_version=2 of Accelerate, version 2 in the "
@@ -208,6 +209,7 @@ def _check_model(name: str, model: Any) -> None:
                 f"{where} is sharded by FullyShardedDataParallel (FSDP1), which nothing can take "
                 f"apart. {USE_FSDP2}. {WAY_OUT}"
             )
+    require_saved(model, where)
 
 
 def _check_optimizer(name: str, optimizer: Any) -> None:

@@ -106,9 +106,9 @@ def require_saved(model: nn.Module, source: str) -> None:
         if value.requires_grad and not is_saved(name, value)
     ]:
         raise BadTask(
-            f"{source} returned a model whose state_dict() leaves out {few(lost)}, which "
-            f"{'is' if len(lost) == 1 else 'are'} trained: no checkpoint would hold it. Let "
-            "state_dict() keep all that is trained"
+            f"{source}: the model's state_dict() leaves out {few(lost)}, which "
+            f"{'is' if len(lost) == 1 else 'are'} trained, so that no checkpoint would hold it. "
+            "Let state_dict() return all that is trained"
         )
 
 

@@ -24,8 +24,9 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.errors import BadTask, DataChanged, PeersGone
 from train_fn.protect import training
-from train_fn.protect.arguments import Torn
+from train_fn.protect.arguments import Torn, parts_of
 from train_fn.protect.commits import Commits
+from train_fn.protect.loop_state import LoopState
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import UP_TO_LOADER
 
@@ -69,12 +70,47 @@ class NoState:
     pass
 
 
+class Forgetful(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"weight": self.weight}
+
+
+class Calls(nn.Linear):
+    """Counts its calls in its extra state."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_failed_step_leaves_nothing_in_an_extra_state() -> None:
+    model = nn.Sequential(Calls(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = LoopState(parts_of({"net": model}, optimizer, None, None))
+    train(model, optimizer, torch.ones(1, 4))
+    state.note_parts()
+    model(torch.ones(1, 4))
+    left = state.last_committed()
+    assert isinstance(left, dict)
+    assert left["model"]["net.0._extra_state"] == {"calls": 1}
+    assert left["model"].keys() == state.state_dict()["model"].keys()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"model": None}, r"model=…\) is missing"),
         ({"model": 3}, "model=….* is a int; pass a torch.nn.Module"),
         ({"model": {"a.b": nn.Linear(1, 1)}}, "without dots"),
+        ({"model": Forgetful(1, 1)}, r"state_dict\(\) leaves out bias, which is trained"),
         ({"optimizer": None}, r"optimizer=…\) is missing"),
         ({"optimizer": "adam"}, "pass a torch.optim.Optimizer"),
         ({"extra": {"ema": NoState()}}, r"extra.ema is a NoState without state_dict\(\)"),
