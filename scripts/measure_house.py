@@ -22,8 +22,8 @@ MAX_LINES = {
     "everstep": 15_511,
     "storage": 5_710,
     "service": 27_057,
-    "train_fn": 48_696,
-    "tests": 88_032,
+    "train_fn": 48_366,
+    "tests": 87_561,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
