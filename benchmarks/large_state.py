@@ -3,9 +3,9 @@
     python -m benchmarks large_state --mb 4 400 4000 --repeats 3
 
 Two ranks on one node over gloo, without Ray, whose part does not depend on the state's size
-(``benchmarks recovery`` has it). One of them ends itself in the middle of a step. The other lends
-the state to the ranks of the next attempt. With ``--written`` it writes a snapshot. Most
-of the model is frozen, so that a step is as short with a large state as with a small one. With
+(``benchmarks recovery`` has it). One of them ends itself in the middle of a step. The other writes
+a snapshot for the ranks of the next attempt. Most of the model is frozen, so that a step is as
+short with a large state as with a small one. With
 ``--trained`` AdamW trains all of it: a third of the state are weights, and the first pass and the
 step exchange as many gradients.
 """
@@ -29,14 +29,13 @@ import torch
 from benchmarks.heavy_task import HeavyTask
 from benchmarks.report import summary, write
 from everstep.spec.run_spec import RunSpec
-from tests.integration.ranks import Job, ListJournal, lending_ranks, make_run_dir, run_ranks
+from tests.integration.ranks import Job, ListJournal, make_run_dir, run_ranks
 from train_fn.loop import attempt, build
-from train_fn.snapshots import leaving, store, whole
+from train_fn.snapshots import store, whole
 
 KILL_STEP, LAST_STEP = 3, 9
 STAGES = {
     "leave": "train_fn.loop.attempt:leave",
-    "leave: lend": "train_fn.snapshots.leaving:_lend",
     "leave: write": "train_fn.snapshots.leaving:SnapshotStore.write",
     "leave: compare": "train_fn.snapshots.leaving:state_digest",
     "build": "train_fn.loop.training:Replica",
@@ -94,11 +93,6 @@ def set_up() -> None:
         _time(place, functools.partial(note, stage))
 
 
-def set_up_to_write() -> None:
-    leaving.SNAPSHOT_BYTES = 1 << 62
-    set_up()
-
-
 def _time(place: str, note: Callable[[float], None]) -> None:
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
@@ -145,10 +139,9 @@ def recover(megabytes: int, options: argparse.Namespace, directory: Path) -> dic
         }
     )
     run_dir = make_run_dir(directory, name)
-    setup = f"{__name__}:{'set_up_to_write' if options.written else 'set_up'}"
-    job = functools.partial(Job, run_dir, spec, 2, one_node=True, setup=setup)
-    with lending_ranks(job(killed=(1, KILL_STEP), lends=True), directory):
-        run_ranks(job(attempt=2, killed=(1, KILL_STEP + 3)), directory)
+    job = functools.partial(Job, run_dir, spec, 2, one_node=True, setup=f"{__name__}:set_up")
+    run_ranks(job(killed=(1, KILL_STEP)), directory)
+    run_ranks(job(attempt=2, killed=(1, KILL_STEP + 3)), directory)
     snapshot_store = store.node_snapshots(run_dir, "node", 1)
     snapshot_store.remove_all()
     return _seconds(Path(str(run_dir.local_path)))
@@ -210,7 +203,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--mb", type=int, nargs="+", default=[4, 400, 4000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trained", action="store_true")
-    parser.add_argument("--written", action="store_true", help="the state is not lent")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {"gb_per_s": bandwidth()}
     print("GB/s", results["gb_per_s"], flush=True)

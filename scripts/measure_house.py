@@ -22,8 +22,8 @@ MAX_LINES = {
     "everstep": 15_461,
     "storage": 5_710,
     "service": 26_786,
-    "train_fn": 48_710,
-    "tests": 88_030,
+    "train_fn": 48_589,
+    "tests": 87_703,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -89,8 +89,6 @@ class WorkerContext:
     """What earlier attempts of this host have found out of its node and of what is trained."""
     remember: Callable[[str, Any], None] = lambda name, value: None
     """Let later attempts know what takes long to find out."""
-    on_restored: Callable[[], None] = lambda: None
-    """Called once all ranks have restored the state with which the attempt begins."""
     on_replaced: Callable[[str], None] = lambda why: None
     """Called once the storage shows that a newer attempt or submission has begun. Under a driver it
     ends the process."""

@@ -11,7 +11,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -80,8 +80,6 @@ class Job:
     """``module:function`` called in every rank before training, to change what the run trains."""
     hands_over: bool = False
     """Ranks that are ``stopped`` leave their states on their nodes: another group follows."""
-    lends: bool = False
-    """Whether processes live on after the attempt (``lending_ranks``)."""
     silent: SilentOptions | None = None
     """Collectives fail as NCCL's do; ranks are let go once one of them has died, or raised."""
     remembered: tuple[Mapping[str, Any], ...] = ()
@@ -204,26 +202,21 @@ def make_run_dir(tmp_path: Path, name: str = "run_test") -> RunDir:
     return RunDir(open_storage(str(tmp_path / "storage")), run_id_for(tmp_path, name))
 
 
-def _processes(job: Job, tmp_path: Path) -> tuple[Path, list[Any]]:
-    """Return a directory for an attempt's outcomes, and its processes, which are to be started."""
+def run_ranks(
+    job: Job, tmp_path: Path, meanwhile: Callable[[list[Any]], None] = lambda ranks: None
+) -> list[Outcome]:
+    """Run an attempt to its end, whatever that is. Every rank is a process of its own;
+    ``meanwhile`` is given these."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["train_fn.loop.attempt", "torch._dynamo", "tests.integration.ranks"]
     )
     base = tmp_path / f"{job.run_dir.run_id}-s{job.submission}-a{job.attempt}-{time.monotonic_ns()}"
     base.mkdir(parents=True)
-    return base, [
+    processes = [
         context.Process(target=_rank_main, args=(job, rank, str(base)))
         for rank in range(job.world_size)
     ]
-
-
-def run_ranks(
-    job: Job, tmp_path: Path, meanwhile: Callable[[list[Any]], None] = lambda ranks: None
-) -> list[Outcome]:
-    """Run an attempt to its end, whatever that is. Every rank is a process of its own;
-    ``meanwhile`` is given these."""
-    base, processes = _processes(job, tmp_path)
 
     def watch(processes: list[Any]) -> None:
         if job.hangs_without_peers:
@@ -235,27 +228,6 @@ def run_ranks(
         _outcome(base / f"{rank}.pickle", process.exitcode)
         for rank, process in enumerate(processes)
     ]
-
-
-@contextlib.contextmanager
-def lending_ranks(job: Job, tmp_path: Path) -> Iterator[list[Outcome]]:
-    """Run an attempt to its end. Its processes live on inside, so that the next one can read what
-    they lend."""
-    base, processes = _processes(job, tmp_path)
-    for process in processes:
-        process.start()
-    try:
-        ended = [base / f"{rank}.pickle" for rank in range(job.world_size)]
-        for path, process in zip(ended, processes, strict=True):
-            wait_for(lambda path=path, process=process: path.exists() or process.exitcode, 120, "")
-        yield [
-            _outcome(path, None if path.exists() else process.exitcode)
-            for path, process in zip(ended, processes, strict=True)
-        ]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 def train_to_end(job: Job, tmp_path: Path) -> Outcome:
@@ -307,8 +279,6 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
     draft = Path(base, f"{rank}.draft")
     draft.write_bytes(pickle.dumps(outcome))
     draft.replace(Path(base, f"{rank}.pickle"))
-    if job.lends:
-        threading.Event().wait(600)
 
 
 def prepare_process(job: Job) -> None:

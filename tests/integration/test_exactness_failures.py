@@ -21,7 +21,7 @@ from tests.integration.test_exactness import (
 )
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
 from tests.support.storage_places import record_restored
-from train_fn.node.node_dir import shared_memory_root
+from train_fn.node.node_dir import shared_memory_root, states_on_disk
 from train_fn.recovery.evidence import RankError, StepFailed, describe_error
 
 
@@ -136,9 +136,7 @@ def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(
     assert store.list() == committed
 
 
-def test_a_state_that_shared_memory_is_too_small_for_is_lent_and_lost_with_its_process(
-    tmp_path: Path,
-) -> None:
+def test_a_state_that_shared_memory_is_too_small_for_is_on_disk(tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path, "run_small"), make_spec()
     setup = f"{TRAINEES}:too_little_shared_memory"
     outcomes = run_ranks(
@@ -149,8 +147,8 @@ def test_a_state_that_shared_memory_is_too_small_for_is_lent_and_lost_with_its_p
     assert outcomes[0].error.snapshot_problem is None
     resumed = train_to_end(Job(run_dir, spec, 2, attempt=2), tmp_path)
     [restored] = resumed.of_kind(EventKind.RESTORED)
-    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
-    assert "cannot be read" in restored["rejected"][0]["problem"], "its process has ended"
+    assert (restored["source"], restored["step"], restored["rejected"]) == ("snapshot", 13, [])
+    assert not states_on_disk(run_dir.run_id).exists(), "the end of the run removes it"
     assert not (shared_memory_root() / run_dir.run_id).exists()
 
 

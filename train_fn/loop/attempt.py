@@ -22,7 +22,7 @@ from train_fn.loop.training import RankProgress, Training, follow_speeds, prepar
 from train_fn.recovery.launch import YIELDED, Left
 from train_fn.samples.ledger import Count, difference
 from train_fn.samples.sampler import MicroBatch
-from train_fn.snapshots.leaving import leave as leave_state
+from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
 from train_fn.step.precision import reproducibility
@@ -314,7 +314,7 @@ def hand_over(progress: RankProgress) -> None:
     replica.let_go()
     gc.collect()
     end_process_group()
-    problem = leave_state(training.ctx, state)
+    problem = leave_snapshot(training.ctx, state)
     if problem is not None:
         raise CheckpointFailed(f"the state cannot be handed over: {problem}")
 

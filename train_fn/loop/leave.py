@@ -74,7 +74,7 @@ class _Leaving:
             return Remains(None, "the rank had no state yet")
         assert self._error is not None
         whole = partial(_last_committed, progress)
-        left = session.keeper.leave(self._error, whole, distrusted=distrusted, lends=True)
+        left = session.keeper.leave(self._error, whole, distrusted=distrusted)
         if left.problem is not None and distrusted is None and self._rescued is not None:
             left = Remains(self._rescued, None, self._rescued)  # what fails now was read before
         if not (progress.is_restored or replica.state.complete):

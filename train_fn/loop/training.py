@@ -155,8 +155,6 @@ def restore(session: Session, replica: Replica, progress: RankProgress) -> None:
     parts.task_state.load(state.task)
     passes.moving.renew()
     check_numerics(ctx, peers, state, parts.numerics)
-    peers.gather(None)  # nobody reads any more
-    ctx.on_restored()
     session.announce()
 
 

@@ -1,5 +1,5 @@
 """Directories of this user on this node: shared memory for snapshots, temporary files for decoded
-data."""
+data and for snapshots that are too large."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def shared_memory_root() -> Path:
 def snapshots_dir(run_id: str) -> Path:
     """Return the directory for snapshots of a run on this machine."""
     return shared_memory_root() / run_id
+
+
+def states_on_disk(run_id: str) -> Path:
+    """Return the directory for snapshots of a run that do not fit this machine's shared memory."""
+    return own_temporary_dir() / "states" / run_id
 
 
 def cache_root() -> Path:

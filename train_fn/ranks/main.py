@@ -30,7 +30,6 @@ from train_fn.ranks.rank import Outside, run_rank
 from train_fn.ranks.zygote import begin_anew, show_as
 from train_fn.recovery.hang import TRAINING_THREAD
 from train_fn.recovery.launch import Meeting, Position, RankJob
-from train_fn.snapshots import leaving
 from train_fn.step.nccl import collective_counts
 
 REPORTS_TAKEN_S = 60.0
@@ -152,11 +151,7 @@ class _Rank:
             lambda: self._device,
             self._facts.remembered,
         )
-        try:
-            return run_rank(job, place, outside)
-        finally:
-            if (step := leaving.lent_step()) is not None:
-                self.line.call("note", "lends", (step,))
+        return run_rank(job, place, outside)
 
     def _deliver(self, source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
         reply: Reply = self.line.call("deliver", source, events, stop)
@@ -178,6 +173,3 @@ class _Rank:
 
     def collective_counts(self) -> Any:
         return collective_counts()
-
-    def leave_kept_state(self) -> str | None:
-        return leaving.write()

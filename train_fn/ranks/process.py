@@ -203,11 +203,6 @@ def remember(name: str, value: Any) -> None:
     _current().tell("remember", name, value)
 
 
-def note_restored() -> None:
-    """Note that all ranks of the attempt have their state."""
-    _current().tell("restored")
-
-
 def _current() -> _Attempt:
     assert _attempt is not None, "a rank runs without its launch"
     return _attempt

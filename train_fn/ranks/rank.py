@@ -211,7 +211,6 @@ def _context(
         hands_over=journal.hands_over,
         remembered=outside.remembered,
         remember=process.remember,
-        on_restored=process.note_restored,
         on_replaced=lambda why: _leave_at_once(),
     )
 

@@ -30,7 +30,6 @@ from train_fn.ray_train.ray_internals import (
     FinishedState,
     LoopResult,
     ReschedulingState,
-    ResizingState,
     RunningState,
     SchedulingState,
     ShuttingDownState,
@@ -62,8 +61,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._attempt_log = AttemptLog(engine)
         self._journal = self._attempt_log.journal
         self._stopped: Stop | None = None
-        self._resizes = False
-        """Whether ranks have left for a group of another size that is not there yet."""
         self._polled_at = float("-inf")
         """When the ranks were last polled, in monotonic seconds."""
         job = engine.job
@@ -201,8 +198,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
         """Make one turn of Ray's loop, with three additions: it waits for capacity without holding
         resources or using a core, a stop request ends the wait, and ranks save before a resize."""
         before = self.get_state()
-        if not isinstance(before, ResizingState | SchedulingState):
-            self._resizes = False
         waiting = before.needs_new_run_attempt() or isinstance(before, ReschedulingState)
         stops = self._driver.is_leaving or self._journal.stop_requested is not None
         if waiting and stops:
@@ -213,8 +208,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
                 next_state=ShuttingDownState(next_state=FinishedState()),
             )
         result = await super()._step()
-        if isinstance(result.next_state, ResizingState):
-            self._resizes = True
         if waiting and result.next_state is before:
             if self._worker_group is not None:
                 self._shutdown_worker_group()
@@ -273,7 +266,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if (
             self._attempt_log.is_open  # else its failure was judged
             and self.worker_group_cls.keeps_hosts
-            and (is_followed or self._yielding.asked)
+            and is_followed
         ):
             # Nobody has saved what they have handed over, whoever goes on with it.
             ranks = range(len(self._worker_group.get_workers()))
@@ -299,9 +292,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return 0.0 if stops else self._hangs.left_s
 
     def _has_group(self) -> bool:
-        """Return whether ranks hold what their nodes may not: they train, or have left for a group
-        of another size, which may go on in their processes. That one is asked to save and exit."""
-        return self._resizes or isinstance(self.get_state(), RunningState | ShuttingDownState)
+        """Return whether ranks train, so that they can be asked to save and exit."""
+        return isinstance(self.get_state(), RunningState | ShuttingDownState)
 
     def _on_new(self) -> None:
         self._yielding.reset()

@@ -124,10 +124,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         self._versions: dict[str, str] | None = None
         self._launch: RankLaunch | None = None
         self._rank: Rank | None = None
-        self._lender: Rank | None = None
-        """The rank of an earlier attempt whose state others read from its memory."""
-        self._lends: int | None = None
-        """Step of the state that the present rank lends; None for none."""
         self._remembered: dict[str, Any] = {}
         self._told = _Told()
         self._journal: Callable[..., Any] | None = None
@@ -157,7 +153,9 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         self._calls_ray = job.calls_ray
         use_gpu = bool(ray.get_gpu_ids())
         problem = interface_problem({**os.environ, **launch.env}, nccl=use_gpu)
-        self._leave_last()
+        last, self._rank = self._rank, None
+        if last is not None:
+            last.close()
         if job.calls_ray:
             from train_fn.ray_train.user_function import OwnProcess
 
@@ -182,19 +180,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             problem,
             _IMPORTS_RAY if job.calls_ray else self._zygotes.why_not,
         )
-
-    def _leave_last(self) -> None:
-        """End the rank of the last attempt, unless it lends its state to this one. An earlier
-        lender stays if that one has not restored."""
-        last, self._rank = self._rank, None
-        if last is None:
-            return
-        if self._lends is None:
-            last.close()
-            return
-        if self._lender is not None:
-            self._lender.close()
-        self._lender, self._lends = last, None
 
     def get_metadata(self) -> Any:
         """Return where the rank runs; before there is one, where this host does."""
@@ -275,20 +260,11 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         elif what == "remember":
             name, value = facts
             self._remembered[name] = value
-        elif what == "lends":
-            self._lends = facts[0]
-        elif what == "restored":
-            self._end_lender()
         else:
             told.raised = facts[0]
             runner: Any = get_train_context().execution_context.training_thread_runner
             runner.get_exception_queue().put(facts[0])
             told.over()
-
-    def _end_lender(self) -> None:
-        lender, self._lender = self._lender, None
-        if lender is not None:
-            lender.close()
 
     # -- checks of the node
 
@@ -408,22 +384,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
     def release(self) -> int:
-        """End the rank unless it lends its state. Return this host's process id: it can serve
-        another attempt."""
-        if self._rank is not None and self._lends is None:
+        """End the rank. Return this host's process id: it can serve another attempt."""
+        if self._rank is not None:
             self._rank.close()
         return os.getpid()
-
-    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
-    def leave_kept_state(self) -> str | None:
-        """Have the state written as a snapshot that a rank of this host lends, since the host is to
-        end. Return why that cannot be done; None if it was written, or if there is none."""
-        lender = self._lender if self._lends is None else self._rank
-        self._lender = self._lends = None
-        if lender is None:
-            return None
-        problem: str | None = lender.call("leave_kept_state")
-        return problem
 
 
 def run_rank(config: dict[str, RankJob]) -> str | None:

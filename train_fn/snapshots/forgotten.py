@@ -1,4 +1,4 @@
-"""Remove old snapshots that no run needs from a node's shared memory, when a worker starts there.
+"""Remove old snapshots that no run needs from a node, when a worker starts there.
 
 The end of a run removes its snapshots from every reachable node. Snapshots remain on nodes that
 could not be reached, and of runs that never ended.
@@ -62,7 +62,8 @@ def _sweep(directories: list[Path], reached: str) -> None:
             needed = any(_may_count(directory.name, label, reached) for label in _labels(directory))
             if not needed or _age_s(directory) > ABANDONED_S:
                 logger.info("removing the snapshots that run %s left on this node", directory.name)
-                shutil.rmtree(directory, ignore_errors=True)
+                for place in (directory, node_dir.states_on_disk(directory.name)):
+                    shutil.rmtree(place, ignore_errors=True)
 
 
 def _age_s(directory: Path) -> float:

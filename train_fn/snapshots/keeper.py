@@ -143,14 +143,12 @@ class StateKeeper(Protocol):
         last_committed: Callable[[], dict[str, Any] | str],
         *,
         distrusted: str | None = None,
-        lends: bool = False,
     ) -> Remains:
         """End the keeping after an error, and leave the state of the last committed step here.
 
         Args:
             last_committed: returns that state, or why there is none.
             distrusted: why the state must not be used; None if it may.
-            lends: whether this process stays, so that a large state can be read where it is.
         """
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""Leave a state on this node, for the next attempt to continue from: a small one as a snapshot, a
-large one in the memory of the process that holds it, which lends it.
+"""Leave a state on this node, for the next attempt to continue from.
 
 The ranks of a node take turns. While one writes, the others digest their own states. A rank that
 finds its state there by then writes nothing. If the writer died, the next rank writes.
@@ -12,15 +11,15 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from train_fn.context import WorkerContext
 from train_fn.snapshots.state_file import state_digest
 from train_fn.snapshots.store import Label, SnapshotStore, label_of, snapshot_store
-from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
+from train_fn.state.tensor_tree import size_bytes
 
 OVERHEAD_BYTES = 4 << 20
 """Room for everything but tensors."""
@@ -38,13 +37,14 @@ def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
     None, or the problem.
 
     Ranks of one node take turns, and a rank that finds the same state there writes no other: one of
-    each rank may not fit. Tensors may be on any device. Raises BadTask for a value that could not
+    each rank may not fit. A state that does not fit the node's shared memory is written to its
+    disk. Tensors may be on any device. Raises BadTask for a value that could not
     be loaded again, RuntimeError if a device cannot be read, and what ``SnapshotStore.write`` does.
     """
     own = _OwnState(ctx, state)
     with own.in_turn():
         # by another rank, or published
-        problem = None if own.is_there() else own.leave_if_it_fits()
+        problem = None if own.is_there() else own.write_where_it_fits()
     if problem is None:
         own.store.remove_older(own.label, keep=0)
     else:
@@ -113,12 +113,14 @@ class _OwnState:
             for label in self.store.labels()
         )
 
-    def leave_if_it_fits(self) -> str | None:
-        """Write the state, and remove older ones first if only that makes room. Return None, or the
-        problem."""
+    def write_where_it_fits(self) -> str | None:
+        """Write the state. Remove older ones first if only that makes room in shared memory, and
+        write it to the disk if that does not. Return None, or the problem."""
         problem = self.write_if_it_fits()
-        if problem is None or shortage(self.store, self._state, self.store.size_bytes()):
-            return problem
+        if problem is None:
+            return None
+        if shortage(self.store, self._state, self.store.size_bytes()):
+            return self._write_to_disk(problem)
         self.store.remove_older(self.label, keep=0)
         return self.write_if_it_fits()
 
@@ -128,12 +130,25 @@ class _OwnState:
         problem = shortage(self.store, self._state, self.store.make_room(self.label))
         if problem is not None:
             self.store.drop_draft(self.label)
-        else:
-            try:
-                self.store.write(self.label, self._state)
-            except OSError as exc:
-                problem = f"the snapshot could not be written: {exc}"
-        return problem
+            return problem
+        return self._write(self.label)
+
+    def _write_to_disk(self, problem: str) -> str | None:
+        """Write the state to the node's disk, since ``problem`` keeps it out of its memory."""
+        try:
+            free = max(0, self.store.free_on_disk())
+        except OSError as exc:
+            return f"{problem}, nor can it be on disk: {exc}"
+        if size_bytes(self._state) + OVERHEAD_BYTES > free:
+            return f"{problem}, nor the {free} bytes of temporary disk left"
+        return self._write(replace(self.label, on_disk=True))
+
+    def _write(self, label: Label) -> str | None:
+        try:
+            self.store.write(label, self._state)
+        except OSError as exc:
+            return f"the snapshot could not be written: {exc}"
+        return None
 
 
 def _locked(held: int) -> bool:
@@ -142,84 +157,3 @@ def _locked(held: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-# ---------------------------------------------------------------- lending
-
-# To write a large state takes longer than to read it where it is. So a lender leaves a file that
-# says where its tensors are, in place of their bytes. Whoever reads the file copies them from the
-# lender's memory, and compares their digest with the label's. The process ends once the next
-# attempt has restored. If it ends before, the file leads nowhere, and the ranks elect another one.
-
-SNAPSHOT_BYTES = 64 << 20
-"""Largest state that is written in any case: that takes no longer than the next ranks need to
-meet."""
-
-
-@dataclass
-class _Loan:
-    """The state that this process lends."""
-
-    ctx: WorkerContext
-    label: Label
-    state: dict[str, Any]
-    open: ExitStack = field(default_factory=ExitStack)
-
-
-_loan: _Loan | None = None
-
-
-def leave(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
-    """Leave ``state``, whose tensors nothing changes any more. Return None, or why that cannot be
-    done. Raises as ``leave_snapshot``."""
-    if size_bytes(state) <= SNAPSHOT_BYTES or ctx.device.type != "cpu":
-        if leave_snapshot(ctx, state) is None:
-            return None
-        # Shared memory is too small for it.
-        state = state if ctx.device.type == "cpu" else copy_to_cpu(state)
-    return _lend(ctx, state)
-
-
-def lent_step() -> int | None:
-    """Return the step of the state that this process lends; None for none."""
-    return None if _loan is None else _loan.label.step
-
-
-def write() -> str | None:
-    """Write the state that this process lends as a snapshot, since the process is to end. Return
-    why that cannot be done; None if it was written, or nothing is lent."""
-    global _loan
-    loan, _loan = _loan, None
-    if loan is None:
-        return None
-    snapshot_store(loan.ctx).remove(loan.label)
-    loan.open.close()
-    try:
-        return leave_snapshot(loan.ctx, loan.state)
-    except RuntimeError as exc:
-        return f"the state of step {loan.label.step} cannot be left: {exc}"
-
-
-def _lend(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
-    """Lend ``state``, unless another rank of the node lends the same one."""
-    global _loan
-    own = _OwnState(ctx, state)
-    with own.in_turn():
-        if own.is_there():
-            return None
-        label = replace(own.label, digest=own.digest)
-        loan = _Loan(ctx, label, state)
-        store = snapshot_store(ctx)
-        try:
-            loan.label = store.lend(label, state, loan.open)
-        except OSError as exc:
-            loan.open.close()
-            problem = f"the state cannot be lent: {exc}"
-            logger.warning("step %d is not left on this node: %s", label.step, problem)
-            with suppress(OSError):
-                store.write_label(replace(label, digest=None, problem=problem))
-            return problem
-        store.remove_older(loan.label, keep=0)
-        _loan = loan
-    logger.info("this process lends the state of step %d", label.step)
-    return None

@@ -296,7 +296,6 @@ class PieceKeeper(StateKeeper):
         last_committed: Callable[[], dict[str, Any] | str],
         *,
         distrusted: str | None = None,
-        lends: bool = False,
     ) -> Remains:
         self.close()
         step, newest = self._state.step, self._newest

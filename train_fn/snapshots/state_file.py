@@ -8,27 +8,21 @@ A file may be written over, since memory that is in use is written at twice the 
 Nobody reads it then. A reader holds a shared lock while it has the file mapped; a writer that does
 not get the exclusive lock takes a new file. A file is renamed before it is written over, so a
 reader that has just opened it finds that the path no longer names it.
-
-A state that a process holds on the same machine is read there without a file (at the end).
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import hashlib
 import io
 import itertools
-import json
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -39,7 +33,6 @@ from train_fn.state.tensor_tree import (
     digest,
     plain_apart,
     put_together,
-    room_for,
     shapes,
 )
 from train_fn.step.fingerprints import Words, bytes_of, joined, words_in
@@ -51,8 +44,7 @@ SUM_THREADS = 4
 """Limit on the threads that sum a state. More would not help: they saturate the memory."""
 _WORTH_A_THREAD = 1 << 20
 """Bytes from which another thread sums a piece."""
-_MAGIC, _LENT = b"everstep state 1", b"everstep lends 1"
-"""Begin a file that holds a state, and one that says which process holds it."""
+_MAGIC = b"everstep state 1"
 _PREFACE = struct.Struct("<16sQQ32s")
 """Magic, size of the header, size of the file, SHA-256 of the header."""
 _ALIGNED = 64
@@ -85,14 +77,11 @@ def write_state(path: Path, state: Mapping[str, Any]) -> str:
 def read_state(path: Path) -> tuple[dict[str, Any], str]:
     """Return the state in a file, and the digest of what is there.
 
-    Its tensors are views of the mapped file. A write to one changes this process's copy only. Those
-    of a state that another process lends are copied from there. Raises OSError, and ValueError if
-    the file is damaged, or leads nowhere.
+    Its tensors are views of the mapped file. A write to one changes this process's copy only.
+    Raises OSError, and ValueError if the file is damaged.
     """
     with open_state(path) as file:
         preface = file.read(_PREFACE.size)
-        if preface.startswith(_LENT):
-            return _read_lent(preface[len(_LENT) :] + file.read())
         if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
             raise ValueError(f"{path.name} is not a file that holds a state")
         _, header_bytes, size_bytes, checksum = _PREFACE.unpack(preface)
@@ -107,34 +96,6 @@ def read_state(path: Path) -> tuple[dict[str, Any], str]:
     tensors = _mapped_tensors(mapped, header_bytes, skeleton)
     state: dict[str, Any] = put_together(skeleton, tensors)
     return state, digest(put_together(skeleton, word_sums(tensors)))
-
-
-def lend_state(path: Path, state: Mapping[str, Any], until: ExitStack) -> None:
-    """Write where this process holds ``state``, whose tensors are in the host's memory. Others may
-    read them there until ``until`` closes. Raises OSError."""
-    tensors: list[torch.Tensor] = []
-    skeleton = plain_apart(state, tensors)
-    window = until.enter_context(lent(tensors))
-    if window is None:
-        raise OSError(errno.ENOTSUP, "this system does not say which machine it is")
-    packed = _packed(skeleton)
-    with exclusively(path) as file:
-        size = len(packed).to_bytes(8, "little")
-        write_all(file, _LENT + size + packed + json.dumps(window).encode())
-        file.truncate()
-
-
-def _read_lent(data: bytes) -> tuple[dict[str, Any], str]:
-    """Read the state of a process on this machine, given what its file says."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    skeleton = torch.load(io.BytesIO(data[8:end]), weights_only=True)
-    window = window_of(json.loads(data[end:]))
-    if window.machine != machine():
-        raise ValueError("it is in the memory of a process on another machine")
-    tensors = room_for(skeleton)
-    sums = read_memory(window, tensors)
-    state: dict[str, Any] = put_together(skeleton, tensors)
-    return state, digest(put_together(skeleton, sums))
 
 
 def open_state(path: Path) -> BinaryIO:
@@ -321,152 +282,3 @@ def _pinned() -> torch.Tensor:
     """Return pinned memory for a piece. Pinning takes long, but torch keeps what is freed for the
     next call."""
     return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-
-
-# ---------------------------------------------------------------- another process's memory
-
-# Read tensors straight from the memory of another rank's process on the same machine.
-#
-# A state that a process holds need not be written or sent there: the kernel copies its bytes into
-# the memory of the rank that lacks it. Both must run as one user, in one namespace of process ids.
-# Where the kernel refuses, the caller sends the bytes.
-
-_MOST_PARTS = 512
-"""Parts of memory in one call. Linux takes 1024."""
-_PR_SET_PTRACER = 0x59616D61
-_ANYBODY = 2**64 - 1
-_TOKEN_BYTES = 16
-
-
-class Place(NamedTuple):
-    """Bytes in a process's memory."""
-
-    address: int
-    num_bytes: int
-
-
-class Window(NamedTuple):
-    """Tells where a process holds tensors, for another one to read."""
-
-    machine: str
-    pid: int
-    token: tuple[Place, str]
-    """What is in the process's memory while it may be read. Another process of its id has it
-    not."""
-    places: tuple[Place, ...]
-    """Of each tensor's bytes."""
-
-
-def window_of(found: Any) -> Window:
-    """Return the window that was written as JSON."""
-    machine, pid, (shown, token), places = found
-    return Window(machine, pid, (Place(*shown), token), tuple(Place(*each) for each in places))
-
-
-@cache
-def machine() -> str:
-    """Return what processes have in common that can name each other by their ids: the boot of the
-    machine, and the namespace. Empty where that is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-@contextmanager
-def lent(tensors: Sequence[torch.Tensor]) -> Iterator[Window | None]:
-    """Let other processes of this user read these tensors until the block ends. Nothing may change
-    them meanwhile. Yield None if they are not in the host's memory."""
-    nothing: Window | None = None
-    if not machine() or not all(tensor.is_cpu for tensor in tensors):
-        yield nothing
-        return
-    flat = [bytes_of(tensor) for tensor in tensors]  # copies of those that are not contiguous
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    shown = ctypes.create_string_buffer(token, _TOKEN_BYTES)
-    _libc().prctl(_PR_SET_PTRACER, _ANYBODY, 0, 0, 0)  # does nothing without Yama
-    try:
-        yield Window(
-            machine(),
-            os.getpid(),
-            (Place(ctypes.addressof(shown), _TOKEN_BYTES), token.hex()),
-            tuple(Place(each.data_ptr(), each.numel()) for each in flat),
-        )
-    finally:
-        _libc().prctl(_PR_SET_PTRACER, 0, 0, 0, 0)
-
-
-def read_memory(window: Window, tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Overwrite contiguous tensors with the bytes of those in a window. Return ``word_sum`` of
-    each.
-
-    Raises OSError if the kernel refuses that, or the process is gone. The tensors may be
-    overwritten in part then.
-    """
-    place, expected = window.token
-    found = torch.empty(place.num_bytes, dtype=torch.uint8)
-    _copy_from(window.pid, [place], [found])
-    if bytes(found.tolist()).hex() != expected:
-        raise ProcessLookupError(f"process {window.pid} is another one by now")
-    totals = [Words(0, 0)] * len(tensors)
-    with ThreadPoolExecutor(SUM_THREADS, "state-sum") as pool:
-        for words in pool.map(partial(_read_pieces, window.pid), _batches(window, tensors)):
-            for number, (whole, rest) in words:  # all but a tensor's last piece have a rest of 0
-                totals[number] = Words(totals[number].whole + whole, totals[number].rest + rest)
-    return list(map(joined, totals))
-
-
-class _Distant(NamedTuple):
-    number: int
-    """Of the tensor."""
-    source: Place
-    target: torch.Tensor
-
-
-def _batches(window: Window, tensors: Sequence[torch.Tensor]) -> Iterator[list[_Distant]]:
-    """Yield pieces of all tensors, in lists that one call of the kernel copies."""
-    batch: list[_Distant] = []
-    size = 0
-    for number, (tensor, place) in enumerate(zip(tensors, window.places, strict=True)):
-        flat, address = bytes_of(tensor), place.address
-        for target in torch.split(flat, PIECE_BYTES) if flat.numel() else ():
-            if size + target.numel() > PIECE_BYTES or len(batch) == _MOST_PARTS:
-                yield batch
-                batch, size = [], 0
-            batch.append(_Distant(number, Place(address, target.numel()), target))
-            address, size = address + target.numel(), size + target.numel()
-    if batch:
-        yield batch
-
-
-def _read_pieces(pid: int, batch: Sequence[_Distant]) -> list[tuple[int, Words]]:
-    """Copy pieces, and sum them while they are in the processor's cache."""
-    _copy_from(pid, [piece.source for piece in batch], [piece.target for piece in batch])
-    return [(piece.number, words_in(piece.target)) for piece in batch]
-
-
-class _Part(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
-
-
-def _copy_from(pid: int, sources: Sequence[Place], targets: Sequence[torch.Tensor]) -> None:
-    """Copy bytes of another process. Raises OSError."""
-    count = len(sources)
-    theirs = (_Part * count)(*(_Part(*place) for place in sources))
-    ours = (_Part * count)(*(_Part(each.data_ptr(), each.numel()) for each in targets))
-    copied = _libc().process_vm_readv(pid, ours, count, theirs, count, 0)
-    if copied < 0:
-        raise OSError(number := ctypes.get_errno(), os.strerror(number))
-    if copied != sum(place.num_bytes for place in sources):
-        raise OSError(f"process {pid} shows only a part of its memory")
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    number, memory = ctypes.c_ulong, ctypes.c_void_p
-    library.prctl.argtypes = (ctypes.c_int, number, number, number, number)
-    library.process_vm_readv.argtypes = (ctypes.c_int, memory, number, memory, number, number)
-    library.process_vm_readv.restype = ctypes.c_ssize_t
-    return library

@@ -3,8 +3,9 @@ continue from.
 
 A survivor leaves one when an attempt breaks under it. Of a group that a single node holds, where
 nobody may survive, rank 0 publishes them while it trains (``whole.py``). A snapshot is one file
-in shared memory, published by a rename, with a label beside it. It counts as long as no later
-attempt began without it. The end of the run removes it.
+in shared memory, published by a rename, with a label beside it. If shared memory is too small, a
+survivor leaves the file on the node's disk. It counts as long as no later attempt began without it.
+The end of the run removes it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -24,11 +25,15 @@ from storage.run_control import Distrust
 from storage.run_dir import RunDir
 from train_fn.context import WorkerContext
 from train_fn.errors import PeerApart, RanksApart, StateNotWhole
-from train_fn.node.node_dir import shared_memory_root, snapshots_dir
+from train_fn.node.node_dir import (
+    own_temporary_dir,
+    shared_memory_root,
+    snapshots_dir,
+    states_on_disk,
+)
 from train_fn.snapshots.state_file import (
     exclusively,
     is_in_use,
-    lend_state,
     open_state,
     read_state,
     write_all,
@@ -37,7 +42,7 @@ from train_fn.snapshots.state_file import (
 from train_fn.state.pieces import WHOLE, Piece
 
 KEPT_FREE = 0.1
-"""Fraction of shared memory that snapshots leave free."""
+"""Fraction of shared memory, and of the disk, that snapshots leave free."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +66,8 @@ class Label:
     pieces: int = 1
     """Pieces that make up the state. If there are several, this is the one of number ``rank``; if
     there are more ranks than pieces, of its remainder."""
+    on_disk: bool = False
+    """Whether the state is on the node's disk, since shared memory was too small."""
 
     @property
     def origin(self) -> Origin:
@@ -95,17 +102,10 @@ class SnapshotStore:
         self._write_label_or_remove(label)
         return label
 
-    def lend(self, label: Label, state: dict[str, Any], until: ExitStack) -> Label:
-        """Publish where this process holds ``state``, then its label, and return that. Others may
-        read it there until ``until`` closes. Raises OSError."""
-        with self._published_state(label) as draft:
-            lend_state(draft, state, until)
-        self._write_label_or_remove(label)
-        return label
-
     def take_in(self, label: Label, blocks: Iterable[bytes | memoryview]) -> None:
         """Publish the file of a state that comes from another node, then its label. Raises OSError,
         and ValueError if the state does not match its label."""
+        label = replace(label, on_disk=False)
         with self._published_state(label) as draft:
             with exclusively(draft) as file:
                 for block in blocks:
@@ -137,8 +137,7 @@ class SnapshotStore:
 
     def read(self, label: Label) -> dict[str, Any]:
         """Return the state of a label, on the CPU. Its tensors are views of the file, which may be
-        removed meanwhile, or copies of a state that is lent. Raises OSError, and ValueError if the
-        state does not match its label."""
+        removed meanwhile. Raises OSError, and ValueError if the state does not match its label."""
         state, found = read_state(self._state_path(label))
         _require_state_of(label, state, found)
         return state
@@ -166,6 +165,9 @@ class SnapshotStore:
         for label in self._older(newest):
             if but is not None and (label.origin, label.step) == (but.origin, but.step):
                 continue
+            if label.on_disk:
+                self.remove(label)
+                continue
             self._label_path(label).unlink(missing_ok=True)
             with suppress(OSError):  # it has no state, or another rank was faster
                 self._state_path(label).replace(self._spare_path(label))
@@ -184,8 +186,8 @@ class SnapshotStore:
     @contextmanager
     def _published_state(self, label: Label) -> Iterator[Path]:
         """Yield the path of a draft that becomes a label's state (``_published``)."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._state_path(label)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(OSError):  # there is none
             self._spare_path(label).rename(_draft_of(path))
         with _published(path) as draft:
@@ -205,7 +207,7 @@ class SnapshotStore:
         older = [label for label in self._older(newest) if not label.problem]
         for label in older[:-1]:
             path = self._state_path(label)
-            if not draft.exists() and not is_in_use(path):
+            if not label.on_disk and not draft.exists() and not is_in_use(path):
                 self._label_path(label).unlink(missing_ok=True)
                 with suppress(OSError):  # another rank was faster
                     path.rename(draft)
@@ -217,9 +219,10 @@ class SnapshotStore:
 
         Also remove files without a label, from a process that died while it published.
         """
-        for path in self.directory.glob("s*-*"):
+        for path in (*self.directory.glob("s*-*"), *self._on_disk().glob("s*-*")):
+            label_path = self.directory / path.with_suffix(".json").name
             if (path.suffix == ".tmp" and not is_in_use(path)) or (
-                path.suffix == ".pt" and not path.with_suffix(".json").is_file()
+                path.suffix == ".pt" and not label_path.is_file()
             ):
                 path.unlink(missing_ok=True)
         for label in self.labels():
@@ -232,12 +235,13 @@ class SnapshotStore:
 
         Snapshots of newer submissions, and of a run with this name in another storage, stay.
         """
-        with suppress(OSError):  # another rank was faster, here and below
-            for directory in self.directory.parent.iterdir():
-                with suppress(OSError):
-                    if _place_of(directory) == _place_of(self.directory):
-                        self._remove_own(directory)
-            self.directory.parent.rmdir()
+        for of_run in (self.directory.parent, self._on_disk().parent):
+            with suppress(OSError):  # another rank was faster, here and below
+                for directory in of_run.iterdir():
+                    with suppress(OSError):
+                        if _place_of(directory) == _place_of(self.directory):
+                            self._remove_own(directory)
+                of_run.rmdir()
 
     def _remove_own(self, directory: Path) -> None:
         """Remove what this submission and older ones left in a node's directory, and the directory
@@ -248,15 +252,21 @@ class SnapshotStore:
         directory.rmdir()
 
     def size_bytes(self) -> int:
-        """Return what this submission's states, and those of older ones, take on this node."""
+        """Return what this submission's states, and those of older ones, take of the node's shared
+        memory."""
         return sum(
-            self._state_path(label).stat().st_size for label in self.labels() if not label.problem
+            self._state_path(label).stat().st_size
+            for label in self.labels()
+            if not (label.problem or label.on_disk)
         )
 
     def free_bytes(self) -> int:
         """Return how much of the node's shared memory snapshots may still take."""
-        usage = shutil.disk_usage(shared_memory_root())
-        return int(usage.free - usage.total * KEPT_FREE)
+        return _free_bytes(shared_memory_root())
+
+    def free_on_disk(self) -> int:
+        """Return how much of the node's temporary disk snapshots may still take."""
+        return _free_bytes(own_temporary_dir())
 
     def remove(self, label: Label) -> None:
         """Remove a state and its label."""
@@ -264,10 +274,13 @@ class SnapshotStore:
         self._state_path(label).unlink(missing_ok=True)
 
     def _label_path(self, label: Label) -> Path:
-        return self._state_path(label).with_suffix(".json")
+        return (self.directory / _file_name(label)).with_suffix(".json")
 
     def _state_path(self, label: Label) -> Path:
-        return self.directory / _file_name(label)
+        return _state_path(self.directory, label)
+
+    def _on_disk(self) -> Path:
+        return _on_disk(self.directory)
 
 
 def _require_state_of(label: Label, state: Mapping[str, Any], digest: str) -> None:
@@ -292,6 +305,11 @@ def _published(path: Path) -> Iterator[Path]:
         raise
 
 
+def _free_bytes(root: Path) -> int:
+    usage = shutil.disk_usage(root)
+    return int(usage.free - usage.total * KEPT_FREE)
+
+
 def _draft_of(path: Path) -> Path:
     return path.with_suffix(".tmp")
 
@@ -302,9 +320,19 @@ def labels_in(directory: Path) -> list[Label]:
     for path in sorted(directory.glob("*.json")) if directory.is_dir() else []:
         with suppress(OSError, ValueError, TypeError):
             label = Label(**json.loads(path.read_text()))
-            if label.problem or (directory / _file_name(label)).is_file():
+            if label.problem or _state_path(directory, label).is_file():
                 found.append(label)
     return found
+
+
+def _state_path(directory: Path, label: Label) -> Path:
+    """Return where the state of a label in a node's directory is."""
+    return (_on_disk(directory) if label.on_disk else directory) / _file_name(label)
+
+
+def _on_disk(directory: Path) -> Path:
+    """Return where the states are that are too large for a node's directory in shared memory."""
+    return states_on_disk(directory.parent.name) / directory.name
 
 
 def _file_name(label: Label) -> str:

@@ -25,7 +25,7 @@ from train_fn.errors import BadTask, StateNotWhole, TrainError
 from train_fn.recovery.evidence import RankError
 from train_fn.snapshots.election import Candidate, Elected, Rejection, snapshot_name
 from train_fn.snapshots.keeper import Exchange, Remains, Restored, StateKeeper, Unusable
-from train_fn.snapshots.leaving import leave, leave_snapshot, publish_snapshot, shortage
+from train_fn.snapshots.leaving import leave_snapshot, publish_snapshot, shortage
 from train_fn.snapshots.restore import read_sound
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state.run_state import RunState
@@ -148,7 +148,6 @@ class WholeKeeper(StateKeeper):
         last_committed: Callable[[], dict[str, Any] | str],
         *,
         distrusted: str | None = None,
-        lends: bool = False,
     ) -> Remains:
         self.close()
         step = self._state.step
@@ -159,7 +158,7 @@ class WholeKeeper(StateKeeper):
             if isinstance(found, str):
                 return Remains(step, found)
             self._state.require_sound(found)
-            problem = leave(self._ctx, found) if lends else leave_snapshot(self._ctx, found)
+            problem = leave_snapshot(self._ctx, found)
         except TrainError as exc:  # what broke the attempt says more
             return Remains(step, str(exc))
         except RuntimeError as exc:  # so does a device that cannot be read any more

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -40,7 +42,6 @@ from train_fn.recovery.evidence import StepFailed
 from train_fn.recovery.launch import Left
 from train_fn.recovery.settings import device_env, take_environment
 from train_fn.snapshots.last_save import save_own
-from train_fn.snapshots.state_file import machine
 from train_fn.snapshots.store import snapshot_store
 from train_fn.standalone.start import LocalStart, begin_run
 from train_fn.step.nccl import abort_collectives, fails_by_itself, group_backend
@@ -253,8 +254,8 @@ class PeerWatch:
         if fails_by_itself():
             return
         gone = None
-        for rank, (where, pid) in enumerate(peers.gather((machine(), os.getpid()))):
-            if rank != peers.rank and where == machine() != "":
+        for rank, (where, pid) in enumerate(peers.gather((_machine(), os.getpid()))):
+            if rank != peers.rank and where == _machine() != "":
                 try:
                     self._ranks[os.pidfd_open(pid)] = rank
                 except ProcessLookupError:
@@ -293,6 +294,17 @@ class PeerWatch:
             self._thread = None
             for each in (*self._ranks, self._asked, self._ask):
                 os.close(each)
+
+
+@cache
+def _machine() -> str:
+    """Return what processes have in common that can name each other by their ids: the boot of the
+    machine, and the namespace. Empty where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
 # ---------------------------------------------------------------- place

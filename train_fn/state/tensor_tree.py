@@ -258,13 +258,6 @@ def put_together(tree: Any, tensors: Sequence[Any]) -> Any:
     return tree
 
 
-def room_for(tree: Any) -> list[torch.Tensor]:
-    """Return new tensors on the CPU for those that ``take_apart`` took out of ``tree``, by
-    position."""
-    found = sorted(shapes(tree), key=lambda shape: shape.position)
-    return [new_memory(each.shape, each.dtype, pinned=False) for each in found]
-
-
 def shapes(tree: Any) -> list[TensorShape]:
     """Return every TensorShape in ``tree``, by position."""
     if isinstance(tree, TensorShape):

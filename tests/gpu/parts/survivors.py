@@ -1,5 +1,5 @@
 """Two ranks share one GPU over NCCL, and one of them is killed three times in a row. The other one
-lends its state; the final state equals that of an undisturbed run bit by bit, and no memory of the
+leaves its state; the final state equals that of an undisturbed run bit by bit, and no memory of the
 device is lost."""
 
 from __future__ import annotations

@@ -219,8 +219,7 @@ class GroupShutdown:
 
 # ---------------------------------------------------------------- hosts
 
-# The hosts that outlive an attempt: kept for the next one, or ended so that no state that their
-# ranks lend is lost.
+# The hosts that outlive an attempt, kept for the next one.
 
 
 def end_rank(actor: Any) -> None:
@@ -236,19 +235,13 @@ class Host:
     bundle: Bundle
     pid: int
     step: float = -1
-    """Step of the state that its rank has left on the node, or lends; -1 for none."""
+    """Step of the state that its rank has left on the node; -1 for none."""
 
 
 class Hosts:
-    """Hosts between two attempts of one run.
+    """Hosts between two attempts of one run."""
 
-    Args:
-        hold_s: longest time in seconds for one to have a state written before it is ended; longer
-            for large states.
-    """
-
-    def __init__(self, hold_s: float) -> None:
-        self._hold_s = hold_s
+    def __init__(self) -> None:
         self._held: list[Host] = []
 
     def hold(self, hosts: Sequence[Host]) -> None:
@@ -262,35 +255,8 @@ class Hosts:
 
     def end(self) -> None:
         """End the hosts that are held, since no attempt follows that could use them."""
-        end_hosts([one.actor for one in self.take()], self._hold_s)
-
-
-def end_hosts(actors: Sequence[Any], hold_s: float) -> None:
-    """End hosts. States that their ranks lend are written first. Never raises. May be called from
-    any thread.
-    """
-    leave_states(actors, hold_s)
-    for actor in actors:
-        ray.kill(actor)
-
-
-def leave_states(actors: Sequence[Any], hold_s: float) -> None:
-    """Let the states that ranks of these hosts lend be written as snapshots. Never raises."""
-    if not actors:
-        return
-    try:
-        leaving = [actor.leave_kept_state.remote() for actor in actors]
-        answered, late = ray.wait(leaving, num_returns=len(leaving), timeout=hold_s)
-        for ref in answered:
-            try:
-                if (problem := ray.get(ref)) is not None:
-                    logger.warning("the state that a rank lends is not left: %s", problem)
-            except RayError as exc:
-                logger.warning("a host could not leave the state that its rank lends: %s", exc)
-        if late:
-            logger.warning("%d hosts did not leave states within %g s", len(late), hold_s)
-    except RayError as exc:
-        logger.warning("hosts could not be asked for the states that their ranks lend: %s", exc)
+        for one in self.take():
+            ray.kill(one.actor)
 
 
 # ---------------------------------------------------------------- rank reports

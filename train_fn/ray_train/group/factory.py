@@ -55,7 +55,7 @@ class GroupFactory:
         self.keeps_hosts = not engine.job.calls_ray
         """Whether hosts serve several attempts. One in whose process the user's code runs does
         not."""
-        self.hosts = Hosts(engine.settings.hold_s)
+        self.hosts = Hosts()
         self.last: EverstepWorkerGroup | None = None
         """The newest group, even if its start failed."""
 

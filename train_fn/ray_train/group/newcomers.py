@@ -206,7 +206,7 @@ class YieldRequest:
         """When the pending request was made, in monotonic seconds; None without one."""
         self._overdue_killed = False
         self._hands_over = False
-        """Whether its ranks were asked last to leave their states in their processes."""
+        """Whether its ranks were asked last to leave their states on their nodes."""
         self.asked = False
         """Whether the current group was ever asked. It may still exit after the request was given
         up."""

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.ray_train.group.end import Host, end_hosts, leave_states
+from train_fn.ray_train.group.end import Host
 from train_fn.ray_train.group.node_checks import (
     ExcludeNodes,
     LinkChecks,
@@ -196,34 +196,19 @@ class RankActors:
         """Make the start fail at once by killing the actors. ``reports`` say why, unless a check
         found a reason before. May be called from another thread than ``create``."""
         self.reports = self.reports or reports
-        self._end(self._actors)
+        _end(self._actors)
 
-    def kill(self, keep: Collection[Any] = (), at_once: Collection[Any] = ()) -> None:
-        """Kill the actors, except those in ``keep``. The run keeps their bundles.
-
-        Args:
-            at_once: actors that cannot answer, so that nothing is asked of them first. A node that
-                has just died would take a second to fail.
-        """
-        for actor in at_once:
-            ray.kill(actor)
-        doomed = [actor for actor in self._actors if actor not in keep and actor not in at_once]
+    def kill(self, keep: Collection[Any] = ()) -> None:
+        """Kill the actors, except those in ``keep``. The run keeps their bundles."""
+        doomed = [actor for actor in self._actors if actor not in keep]
         unused = [one.actor for one in self._hosts if one.actor not in self._actors]
         self._actors, self._hosts = [], []
-        self._end([*doomed, *unused])
+        _end([*doomed, *unused])
         if self._was_silent or any(report.unresponsive for report in self.reports):
             # Ray first asks a process to end, and a stopped one does not hear it. It would hold
             # what its successor waits for.
             end_stopped(self._processes)
             self._placement.release()
-
-    def _end(self, actors: Sequence[Any]) -> None:
-        """End hosts. States that their ranks lend are written first."""
-        if self._job.calls_ray:
-            for actor in list(actors):
-                ray.kill(actor)
-        else:
-            end_hosts(list(actors), self._settings.hold_s)
 
     def _end_all_but(self, used: Sequence[Host], chosen: Collection[str]) -> None:
         """End the hosts that this group does not use, before their bundles are removed and before a
@@ -231,11 +216,9 @@ class RankActors:
         nodes."""
         unused = [one for one in self._hosts if one not in used]
         self._hosts = list(used)
-        leave_states([one.actor for one in unused], self._settings.hold_s)
         if chosen:
             self._bring(chosen, used, unused)
-        for one in unused:
-            ray.kill(one.actor)
+        _end([one.actor for one in unused])
 
     def _require_none_stopped(self) -> None:
         """Raise WorkerGroupStartupFailedError if a host of an earlier attempt is stopped. The
@@ -298,6 +281,12 @@ def new_actors(bundles: Sequence[Bundle], per_worker: Mapping[str, float]) -> li
         ).remote()
         for bundle in bundles
     ]
+
+
+def _end(actors: Sequence[Any]) -> None:
+    """End hosts, and so their ranks."""
+    for actor in list(actors):
+        ray.kill(actor)
 
 
 def _on(chosen: Mapping[str, int], hosts: Sequence[Host]) -> list[Host]:

@@ -75,7 +75,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._steps: dict[int, float] = {}
         self._keep: dict[int, int] = {}
         """Ranks whose host serves the next attempt, with its process id."""
-        self._gone: list[int] = []
         """Ranks that died or do not answer."""
         self._settings = settings
         self._read_nodes = read_nodes
@@ -221,8 +220,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     # -- end
 
     def keep_hosts(self, steps: Mapping[int, float]) -> None:
-        """Let the hosts that answer serve the next attempt. Their ranks end, unless they lend their
-        states.
+        """Let the hosts that answer serve the next attempt. Their ranks end.
 
         Args:
             steps: the step of the state that each rank has left.
@@ -238,7 +236,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._keep = {
             rank: pids[number] for number, rank in enumerate(asked) if pids[number] is not None
         }
-        self._gone = [rank for rank in range(len(self.get_workers())) if rank not in self._keep]
 
     def wait_for_survivors(self, patience_s: Callable[[], float]) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.
@@ -288,10 +285,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 for rank, worker in enumerate(self.get_workers())
                 if rank in self._keep
             ]
-            gone = [self.get_workers()[rank].actor for rank in self._gone]
             self._clear_state()
             end_barrier(barrier)
-            self._actors.kill(keep=[one.actor for one in kept], at_once=gone)
+            self._actors.kill(keep=[one.actor for one in kept])
             self._hosts.hold(kept)
             for callback in self._callbacks:
                 callback.after_worker_group_shutdown(self._worker_group_context)

@@ -212,7 +212,7 @@ def break_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(tree: Any, *_: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(whole, "leave", read)
+    monkeypatch.setattr(whole, "leave_snapshot", read)
     break_after_step_3(monkeypatch)
 
 

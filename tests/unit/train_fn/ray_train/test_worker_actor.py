@@ -1,4 +1,4 @@
-"""A host between attempts: who lends a state lives until all have it, and news are told once."""
+"""A host between attempts: its rank ends, and what that one has found out stays."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Host:
         context = SimpleNamespace(get_node_id=lambda: "node")
         monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: context)
         made = self.made = EverstepTrainWorker.__new__(EverstepTrainWorker)
-        made._rank = made._lender = made._lends = None
+        made._rank = None
         made._versions, made._told, made._remembered = {}, worker_actor._Told(), {}
         made._zygotes = SimpleNamespace(fork=self._fork, why_not=None)  # type: ignore[assignment]
 
@@ -69,44 +69,11 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return made
 
 
-def test_a_rank_that_lends_lives_until_all_have_its_state(host: Host) -> None:
-    host.tell("lends", 7)
-    host.made.release()
+def test_a_rank_ends_before_the_next_one_begins(host: Host) -> None:
     host.begin()
-    assert host.is_closed == [False, False]
-    host.tell("restored")
     assert host.is_closed == [True, False]
     host.made.release()
     assert host.is_closed == [True, True]
-
-
-def test_attempts_that_fail_before_all_have_it_leave_it_where_it_is(host: Host) -> None:
-    host.tell("lends", 7)
-    for number in (1, 2, 3):
-        host.begin()
-        assert host.is_closed == [False, *[True] * (number - 1), False]
-    host.tell("restored")
-    assert host.is_closed == [True] * 3 + [False]
-
-
-def test_of_two_that_lend_the_later_one_is_kept(host: Host) -> None:
-    """It has restored, and some other rank has not."""
-    host.tell("lends", 7)
-    host.begin()
-    host.tell("lends", 7)
-    host.begin()
-    assert host.is_closed == [True, False, False]
-
-
-@pytest.mark.parametrize("begins_again", [False, True])
-def test_a_host_that_is_to_end_has_its_lender_write(begins_again: bool, host: Host) -> None:
-    assert host.made.leave_kept_state() is None
-    assert host.ranks[0].did == [], "it lends nothing"
-    host.tell("lends", 7)
-    if begins_again:
-        host.begin()
-    host.made.leave_kept_state()
-    assert [rank.did for rank in host.ranks] == [["leave_kept_state"], []][: len(host.ranks)]
 
 
 def test_what_a_rank_has_counted_no_later_one_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:

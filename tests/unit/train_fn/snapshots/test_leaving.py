@@ -1,201 +1,101 @@
-"""A state in another process's memory: every bit of it is read there, or it is not used."""
+"""A state that shared memory has no room for: the next attempt finds it on the node's disk."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from tests.unit.train_fn.loop.test_departure import SPEC
-from tests.unit.train_fn.snapshots.test_state_file import TREES, assert_same, state_of
+from tests.unit.train_fn.snapshots.test_state_file import assert_same, state_of
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
-from train_fn.snapshots import leaving, state_file, store
-from train_fn.snapshots.state_file import state_digest
-from train_fn.snapshots.store import Label, snapshot_store
-
-pytestmark = pytest.mark.skipif(not state_file.machine(), reason="needs Linux")
-
-
-def context(place: Path, rank: int = 0) -> WorkerContext:
-    run_dir = RunDir(open_storage(str(place / "storage")), "run_lent")
-    return one_rank(SPEC, run_dir, rank=rank)
-
-
-def lends_everything(shared: Path) -> None:
-    """Let a state of any size be lent, and found below ``shared``."""
-    leaving.SNAPSHOT_BYTES = -1
-    for module in (store, node_dir):
-        module.shared_memory_root = lambda: shared  # type: ignore[attr-defined]
+from train_fn.snapshots import forgotten
+from train_fn.snapshots.leaving import leave_snapshot
+from train_fn.snapshots.store import SnapshotStore, snapshot_store
 
 
 @pytest.fixture
-def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerContext]:
-    monkeypatch.setattr(leaving, "SNAPSHOT_BYTES", -1)
-    for module in (store, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path)
-    yield context(tmp_path)
-    leaving.write()
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A node's temporary disk. There is no room in its shared memory."""
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    disk.mkdir()
+    monkeypatch.setattr(node_dir, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    monkeypatch.setattr(SnapshotStore, "free_bytes", lambda store: 0)
+    return disk
 
 
-def labels(ctx: WorkerContext) -> list[Label]:
-    return snapshot_store(ctx).labels()
+def context(place: Path, run_id: str = "run_large") -> WorkerContext:
+    return one_rank(SPEC, RunDir(open_storage(str(place / "storage")), run_id))
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(tree=TREES)
-def test_what_is_read_is_what_is_lent_in_every_bit_and_type(tree: Any, ctx: WorkerContext) -> None:
-    state = state_of(tree)
-    assert leaving.leave(ctx, state) is None and leaving.lent_step() == 7
-    [label] = labels(ctx)
-    assert label.digest == state_digest(state)
-    assert_same(snapshot_store(ctx).read(label), state)
-    assert leaving.write() is None
-    snapshot_store(ctx).remove_all()
+def state_at(step: int) -> dict[str, Any]:
+    tree = {"large": torch.arange(3_000_000) * step, "small": torch.ones(3, dtype=torch.bool)}
+    return {**state_of(tree), "step": step}
 
 
-def test_a_small_state_is_written(ctx: WorkerContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaving, "SNAPSHOT_BYTES", 64 << 20)
-    assert leaving.leave(ctx, state_of({})) is None
-    assert leaving.lent_step() is None and leaving.write() is None
-    assert_same(snapshot_store(ctx).read(labels(ctx)[0]), state_of({}))
+def files(disk: Path) -> list[Path]:
+    return [path for path in disk.rglob("*") if path.is_file()]
 
 
-def test_of_two_ranks_of_a_node_one_lends_the_same_state(
-    ctx: WorkerContext, tmp_path: Path
+def test_it_is_read_back_in_every_bit_and_gives_way_to_a_newer_one(
+    tmp_path: Path, disk: Path
 ) -> None:
-    assert leaving.leave(ctx, state_of({})) is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leaving, "_loan", None)  # as in the other rank's process
-        assert leaving.leave(context(tmp_path, rank=1), state_of({})) is None
-        assert leaving.lent_step() is None
-    assert [label.rank for label in labels(ctx)] == [0]
+    ctx = context(tmp_path)
+    store = snapshot_store(ctx)
+    for step in (7, 8):
+        assert leave_snapshot(ctx, state_at(step)) is None
+        [label] = store.labels()
+        assert label.step == step
+        assert_same(store.read(label)["task"], state_at(step)["task"])
+        [path] = files(disk)
+        assert path.stat().st_size > 24_000_000 and path.stat().st_mode & 0o077 == 0
+    assert store.size_bytes() == 0, "it is not in shared memory"
+    store.remove_all()
+    assert files(disk) == [] and store.labels() == []
+    assert not list(disk.rglob("run_large"))
 
 
-def test_where_nothing_can_be_lent_the_label_says_so(
-    ctx: WorkerContext, monkeypatch: pytest.MonkeyPatch
+def test_what_nobody_can_use_is_removed_from_the_disk(tmp_path: Path, disk: Path) -> None:
+    ctx = context(tmp_path)
+    store = snapshot_store(ctx)
+    assert leave_snapshot(ctx, state_at(7)) is None
+    [path] = files(disk)
+    path.with_name("s001-a001-000000008-r1.tmp").touch()  # its writer has died
+    path.with_name("s001-a001-000000006-r1.pt").touch()  # before its label was there
+    store.remove_after(7)
+    assert files(disk) == [path]
+    store.remove_after(6)
+    assert files(disk) == []
+
+
+def test_a_run_that_is_forgotten_leaves_nothing_on_the_disk(tmp_path: Path, disk: Path) -> None:
+    ctx = context(tmp_path)
+    assert leave_snapshot(ctx, state_at(7)) is None
+    store = snapshot_store(ctx)
+    for path in (store.directory.parent, *store.directory.parent.iterdir()):
+        os.utime(path, (0, 0))
+    thread = forgotten.sweep_forgotten(context(tmp_path, "run_other"))
+    assert thread is not None
+    thread.join()
+    assert files(disk) == []
+
+
+def test_where_neither_has_room_the_label_says_so(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_file, "machine", lambda: "")
-    problem = leaving.leave(ctx, state_of({}))
-    assert problem is not None and problem.startswith("the state cannot be lent")
-    assert [label.problem for label in labels(ctx)] == [problem] and leaving.lent_step() is None
-
-
-# ---------------------------------------------------------------- two processes
-
-
-class Lender:
-    """Another process, which lends a state."""
-
-    def __init__(self, place: Path) -> None:
-        context_ = multiprocessing.get_context("forkserver")
-        self.pipe, theirs = context_.Pipe()
-        self.process = context_.Process(target=_lend, args=(theirs, place))
-        self.process.start()
-        theirs.close()
-        assert self.pipe.poll(100) and self.pipe.recv() == (None, 7)
-
-    def write(self) -> None:
-        """Let it write the state as its host has it do, and end."""
-        self.pipe.send("write")
-        assert self.pipe.poll(60) and self.pipe.recv() is None
-        self.process.join(20)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-def _lend(pipe: Connection, place: Path) -> None:
-    lends_everything(place)
-    pipe.send((leaving.leave(context(place), large_state()), leaving.lent_step()))
-    pipe.recv()
-    pipe.send(leaving.write())
-
-
-def large_state() -> dict[str, Any]:
-    """Return a state of several pieces."""
-    return state_of({"large": torch.arange(3_000_000), "small": torch.ones(3, dtype=torch.bool)})
-
-
-@pytest.fixture
-def lender(ctx: WorkerContext, tmp_path: Path) -> Iterator[Lender]:
-    made = Lender(tmp_path)
-    yield made
-    made.kill()
-
-
-@pytest.mark.slow
-def test_another_process_reads_it_while_and_after_it_is_lent(
-    ctx: WorkerContext, lender: Lender
-) -> None:
-    [label] = labels(ctx)
-    assert_same(snapshot_store(ctx).read(label)["task"], large_state()["task"])
-    size = snapshot_store(ctx).size_bytes()
-    lender.write()
-    [written] = labels(ctx)
-    assert (written.step, written.digest) == (label.step, label.digest)
-    assert snapshot_store(ctx).size_bytes() > 24_000_000 > size, "it was in memory only before"
-    assert_same(snapshot_store(ctx).read(written)["task"], large_state()["task"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "while", "another has its id", "it has changed"])
-def test_what_cannot_be_read_whole_is_not_used(
-    when: str, ctx: WorkerContext, lender: Lender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [label] = labels(ctx)
-    path = snapshot_store(ctx)._state_path(label)
-    copy: Callable[..., None] = state_file._copy_from
-    copies: list[int] = []
-    monkeypatch.setattr(state_file, "SUM_THREADS", 1)
-
-    def copy_and_kill(pid: int, sources: Any, targets: Any) -> None:
-        copy(pid, sources, targets)
-        copies.append(pid)
-        if len(copies) == 2:  # the token, and a first part
-            lender.kill()
-
-    if when == "before":
-        lender.kill()
-    elif when == "while":
-        monkeypatch.setattr(state_file, "_copy_from", copy_and_kill)
-    elif when == "another has its id":
-        os.kill(lender.process.pid or 0, signal.SIGSTOP)
-        path.write_bytes(with_pid(path.read_bytes(), os.getpid()))
-    else:
-        monkeypatch.setattr(state_file, "read_memory", read_another_bit(state_file.read_memory))
-    with pytest.raises((OSError, ValueError)) as refused:
-        snapshot_store(ctx).read(label)
-    assert isinstance(refused.value, ValueError) is (when == "it has changed")
-    assert len(copies) < 4 and bool(copies) is (when == "while")
-
-
-def with_pid(data: bytes, pid: int) -> bytes:
-    """Return what a lent state's file would say if the process had another id."""
-    start = data.rindex(b'["')
-    found = json.loads(data[start:])
-    found[1] = pid
-    return data[:start] + json.dumps(found).encode()
-
-
-def read_another_bit(read: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    def flipped(window: Any, tensors: Any) -> list[int]:
-        first, *rest = read(window, tensors)
-        return [first ^ 1, *rest]
-
-    return flipped
+    monkeypatch.setattr(SnapshotStore, "free_on_disk", lambda store: 1000)
+    ctx = context(tmp_path)
+    problem = leave_snapshot(ctx, state_at(7))
+    assert problem is not None and "nor the 1000 bytes of temporary disk left" in problem
+    assert [label.problem for label in snapshot_store(ctx).labels()] == [problem]
+    assert files(disk) == []

@@ -283,6 +283,7 @@ def test_a_state_that_was_published_is_not_left_a_second_time(
     assert leave_snapshot(ctx, copy_to_cpu(state.state_dict())) is None, "nothing is to be written"
     assert steps(ctx) == [2]
     advance(state, 3)
+    monkeypatch.setattr(SnapshotStore, "free_on_disk", lambda _: 1000)
     assert "does not fit" in str(leave_snapshot(ctx, copy_to_cpu(state.state_dict())))
     elected = elect([Candidate(0, label) for label in snapshot_store(ctx).labels()], 1)
     assert elected.candidate is not None and elected.candidate.label.step == 2
