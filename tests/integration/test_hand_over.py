@@ -138,14 +138,13 @@ class Task:
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
     def plant(self):
-        from train_fn.loop import build
-        from train_fn.ranks import rank
-        from train_fn.session import session
+        from train_fn.ranks import build_once, rank
+        from train_fn.snapshots import whole
 
         owner, name = {
-            "is built": (build, "checked_model"),
+            "is built": (build_once, "_why_not"),
             "has its peers": (rank, "prove_storage"),
-            "receives the state": (session, "broadcast"),
+            "receives the state": (whole, "broadcast"),
         }[self.place]
         call, marker = getattr(owner, name), self.marker
 
