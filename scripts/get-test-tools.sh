@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # get-test-tools.sh: programs that tests run and .venv has not, because they need other versions of packages than .venv, or many more
-# (generators of clients, a notebook's kernel). Into out/tools, once for each change of their pins in tests/tools.
+# (generators of clients). Into out/tools, once for each change of their pins in tests/tools.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath --no-symlinks "${PYTHON:-.venv/bin/python}")
@@ -32,7 +32,6 @@ packages() { "$python" -m pip install --quiet --disable-pip-version-check --no-d
 modules() { cp "$1"/package*.json . && npm ci --no-audit --no-fund --silent; }
 
 install python-client python-client.txt packages "$PWD/tests/tools/python-client.txt"
-install notebook notebook.txt packages "$PWD/tests/tools/notebook.txt"
 if command -v npm >/dev/null; then
     install typescript typescript/package-lock.json modules "$PWD/tests/tools/typescript"
 else

@@ -12,6 +12,7 @@ from everstep.cli.main import app
 from everstep.options.serve import FLAGS
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService
+from tests.support.page_text import fail
 
 
 def run_cli(*arguments: str, stdin: str | None = None) -> Result:
@@ -31,23 +32,6 @@ async def everstep(*arguments: object, stdin: str | None = None) -> Result:
     return await asyncio.to_thread(run_cli, *map(str, arguments), stdin=stdin)
 
 
-FAILURE: dict[str, Any] = {
-    "verdict": "worker_lost",
-    "first_rank": 1,
-    "node_id": "node-2-long-id",
-    "step": 7,
-    "exception": "Traceback\nActorDiedError: killed by signal 9",
-    "evidence": {},
-    "action": "restarted from step 7",
-    "budget": "system",
-    "steps_lost": 0,
-    "detect_s": 0.2,
-    "recovery_s": 1.25,
-    "world_size_before": 2,
-    "world_size_after": 1,
-}
-
-
 async def finish(
     api: ApiService, outcome: str = "succeeded", reason: dict[str, str] | None = None, **fields: Any
 ) -> str:
@@ -56,7 +40,16 @@ async def finish(
     events = [
         journal.steps(2, loss=0.25),
         journal.event(EventKind.EVALUATED, step=2, epoch=0, metrics={"accuracy": 0.97}),
-        journal.event(EventKind.FAILURE, **FAILURE),
+        fail(
+            journal,
+            verdict="worker_lost",
+            node_id="node-2-long-id",
+            step=7,
+            exception="Traceback\nActorDiedError: killed by signal 9",
+            action="restarted from step 7",
+            detect_s=0.2,
+            recovery_s=1.25,
+        ),
         journal.event(EventKind.FINISHED, outcome=outcome, reason=reason, step=2),
     ]
     api.apply(run_id, events)

@@ -21,26 +21,16 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class OidcProvider:
-    """A provider with the users ada and bob. ``rotate`` starts it anew with another key."""
+    """A provider with the users ada and bob."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._process: subprocess.Popen[str] | None = None
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.issuer = f"{self.url}/o"
         self.client_id, self.client_secret = CLIENT_ID, CLIENT_SECRET
 
     def __enter__(self) -> Self:
-        self.rotate()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def rotate(self) -> None:
-        """Start with a new key. Users, groups and log-ins stay."""
-        self._stop()
         key = self._directory / "key.pem"
         key.write_bytes(RSAKey.generate_key(2048).as_pem(private=True))
         self._process = subprocess.Popen(
@@ -58,13 +48,13 @@ class OidcProvider:
         )
         assert self._process.stdout is not None
         assert json.loads(self._process.stdout.readline()) == {"ready": self.port}
+        return self
 
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(30)
-            assert self._process.stdout is not None
-            self._process.stdout.close()
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def set(self, **wanted: Any) -> None:
         """Set ``user`` and ``groups``, or ``redirect_uri``."""

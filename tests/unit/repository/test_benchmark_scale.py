@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.scale.parameters import (
     EVERSTEP,
-    HOT_SPARE,
     KEPT,
     MTTF_AT_16384_S,
     TORCHRUN,
@@ -21,10 +20,6 @@ PLAIN = replace(EVERSTEP, stall_s=0.0, per_gpu_s=0.0, state_s=0.0, warm_after_s=
 
 def small(costs: Costs, **changes: float | bool) -> Costs:
     return replace(costs, **{"stall_s": 0.0, "per_gpu_s": 0.0, "state_s": 0.0, **changes})  # type: ignore[arg-type]
-
-
-def test_without_failures_every_second_counts() -> None:
-    assert predict(PLAIN, [], 600) == 1.0
 
 
 def test_a_kill_costs_its_recovery_and_a_node_its_return_too() -> None:
@@ -51,10 +46,6 @@ def test_a_failure_within_a_recovery_begins_it_again() -> None:
     )
 
 
-def test_a_run_that_has_lost_every_node_waits_for_one() -> None:
-    assert predict(PLAIN, [(100.0, "node"), (100.0, "node")], 200, node_back_s=30.0) < 0.86
-
-
 def test_goodput_at_scale_is_what_the_rates_say() -> None:
     """No node is away for long, nothing is lost: what is left is the recovery at each failure, and
     a growth for each node's."""
@@ -71,15 +62,3 @@ def test_a_growth_waits_until_it_is_worth_its_pause() -> None:
     at_once, weighed = (simulate(costs, 65_536, num_failures=800) for costs in (KEPT, EVERSTEP))
     assert weighed[1]["growing"] < at_once[1]["growing"] / 2 and weighed[0] > at_once[0] + 0.03
     assert simulate(KEPT, 512) == simulate(EVERSTEP, 512)
-
-
-def test_spares_cost_their_share_and_save_the_waiting() -> None:
-    goodput, shares = simulate(HOT_SPARE, 1024)
-    assert shares["missing"] == pytest.approx(3 / 128, abs=0.005)
-    assert goodput > 0.9
-
-
-def test_the_same_seed_gives_the_same_answer() -> None:
-    assert simulate(EVERSTEP, 4096, seed=1, num_failures=50) == simulate(
-        EVERSTEP, 4096, seed=1, num_failures=50
-    )

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -81,16 +80,3 @@ def test_files_that_code_and_pages_name_are_there() -> None:
 def test_every_target_of_make_that_it_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)\b", TEXT)) - targets == set()
-
-
-def test_the_hooks_call_programs_that_a_checkout_has() -> None:
-    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
-    assert {repository["repo"] for repository in config["repos"]} == {"local"}
-    makefile = (ROOT / "Makefile").read_text()
-    for hook in hooks:
-        program, *arguments = hook["entry"].split()
-        assert program.startswith(".venv/bin/")
-        name = program.removeprefix(".venv/bin/")
-        assert f"$(BIN)/{name}" in makefile, f"make check does not run {name}"
-        assert all((ROOT / each).exists() for each in arguments if each.endswith(".py"))

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from scripts.try_dockerfile import REPOSITORY, read_stages
-
-
-def test_stages_are_read_with_their_arguments() -> None:
-    stages = read_stages(
-        "ARG BASE=debian\nFROM ${BASE} AS a\nRUN one \\\n  && two\nFROM a AS b\nARG X=1\nRUN say "
-        "${X}\n",
-        {"X": "2"},
-    )
-    assert stages["a"].instructions == [("RUN", "one  && two")] and stages["a"].base == "debian"
-    assert stages["b"].instructions == [("RUN", "say 2")]
-    with pytest.raises(ValueError, match="ONBUILD"):
-        read_stages("FROM a AS b\nONBUILD RUN x\n", {})
 
 
 def test_both_targets_of_ours_copy_what_their_own_build_installed() -> None:

@@ -107,6 +107,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     }
     assert "::: everstep.errors" in text and len(errors) > 5
     assert set(everstep.__all__) - names - errors == {"__version__"}
+    assert names - {"", "errors"} <= set(everstep.__all__), "and none that is gone"
 
 
 def test_every_field_that_can_be_set_has_a_row() -> None:
@@ -122,12 +123,3 @@ def test_every_field_that_can_be_set_has_a_row() -> None:
     for path in sorted((ROOT / "examples").glob("*.yaml")):
         spec = parse_spec(read_spec(str(path)))
         assert fields(spec) - documented == set(), path.name
-
-
-def test_examples_and_trees_of_docstrings_are_shown_as_code() -> None:
-    from scripts.docstring_blocks import with_fences  # needs the extra `docs`
-
-    text = "Add.\n\n>>> add(1, 2)  # doctest: +SKIP\n3\n\nError\n├── Wrong   why\n\nMore."
-    assert with_fences(text) == (
-        "Add.\n\n```python\n>>> add(1, 2)\n3\n```\n\n```text\nError\n├── Wrong   why\n```\n\nMore."
-    )

@@ -127,11 +127,6 @@ def test_a_training_here_outlives_the_reader_of_its_output(spec_file: Path, tmp_
     assert '"finished"' in journal and '"succeeded"' in journal
 
 
-def test_a_url_that_is_none_is_exit_code_2() -> None:
-    result = run_cli("runs", "--url", "ftp://x")
-    assert result.exit_code == 2 and "not the URL" in result.stderr
-
-
 @pytest.mark.parametrize(("outcome", "code"), [("succeeded", 0), ("failed", 1), ("stopped", 1)])
 async def test_watch_ends_with_the_run_and_tells_how(
     api: ApiService, outcome: str, code: int

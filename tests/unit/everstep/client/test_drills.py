@@ -80,21 +80,6 @@ async def test_the_command_waits_and_prints_the_report(api: ApiService, as_json:
     assert "RUNNING" in watched
 
 
-async def test_a_drill_that_comes_to_nothing_is_exit_code_1(api: ApiService) -> None:
-    run, journal = await running(api)
-    telling = asyncio.create_task(everstep("drill", run.id, "kill_node"))
-    drill = await asked(api, run.id)
-    refused = {
-        "id": drill.id,
-        "kind": "kill_node",
-        "rank": 0,
-        "problem": "rank 0 is on the cluster's head",
-    }
-    api.apply(run.id, [journal.event(EventKind.DRILL_FAILED, **refused)])
-    result = await telling
-    assert result.exit_code == 1 and "rank 0 is on the cluster's head" in result.stdout
-
-
 async def test_the_command_need_not_wait_and_refuses_what_is_none(api: ApiService) -> None:
     run, _ = await running(api)
     begun = await everstep("drill", run.id, "hang_worker", "--no-wait")

@@ -32,6 +32,7 @@ from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal, spec
+from tests.support.page_text import fail
 from tests.unit.service.api.test_api_checkpoints import save
 
 
@@ -81,28 +82,11 @@ async def test_waiting_ends_with_the_run(api: ApiService, client: Client) -> Non
 
 async def test_waiting_for_a_run_that_fails_raises_why(api: ApiService, client: Client) -> None:
     run, journal = await running(api, client)
-    failure = {
-        "verdict": "user_error",
-        "first_rank": 1,
-        "node_id": "node-2",
-        "step": 1,
-        "exception": "ValueError: no",
-        "evidence": {},
-    }
-    failure |= {
-        "exception": "ValueError: no",
-        "action": "stopped",
-        "budget": None,
-        "steps_lost": 0,
-        "detect_s": 0.1,
-        "recovery_s": None,
-    }
-    failure |= {"world_size_before": 2, "world_size_after": None}
     reason = {"code": "user_error", "message": "it raised twice"}
     api.apply(
         run.id,
         [
-            journal.event(EventKind.FAILURE, **failure),
+            fail(journal, verdict="user_error", exception="ValueError: no", action="stopped"),
             journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=1),
         ],
     )

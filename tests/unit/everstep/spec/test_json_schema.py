@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import jsonschema
@@ -20,13 +19,6 @@ from tests.support.command_line import run_cli
 
 ROOT = Path(__file__).parents[4]
 CHECKER = jsonschema.Draft202012Validator(spec_schema())
-
-
-@pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        service.announce(monkeypatch)
-        yield service
 
 
 def test_it_is_a_schema_that_takes_every_example_and_what_a_spec_resolves_to() -> None:
@@ -52,7 +44,10 @@ def test_it_refuses_what_a_spec_refuses(fields: dict[str, object], place: list[s
     assert place in found
 
 
-async def test_it_is_served_with_a_token_and_to_editors_without(api: ApiService) -> None:
+async def test_it_is_served_with_a_token_and_to_editors_without(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.announce(monkeypatch)
     assert await api.get("/v1/schema") == spec_schema()
     stranger = await api.client(None)
     assert (await stranger.get("/v1/schema")).status_code == 401

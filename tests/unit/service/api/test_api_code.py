@@ -79,24 +79,6 @@ async def test_what_is_refused_says_why(api: ApiService, monkeypatch: pytest.Mon
     await refused(await upload(api, tar_gz(FILES), viewer), 403, "forbidden", "submitter")
 
 
-async def test_a_run_brings_its_code(api: ApiService) -> None:
-    digest = (await upload(api, tar_gz(FILES))).json()["digest"]
-    answer = await api.http.post("/v1/runs", json=own_spec(digest, args={"length": 5}))
-    assert answer.status_code == 201, answer.text
-    resolved = await api.get(f"/v1/runs/{answer.json()['id']}/spec")
-    assert resolved["task"] is None
-    assert resolved["code"] == {
-        "archive": digest,
-        "task": "mine.task:Line",
-        "train_fn": None,
-        "datasets": None,
-        "script": None,
-        "argv": [],
-        "args": {"length": 5},
-        "config": {},
-    }
-
-
 async def test_code_that_cannot_run_is_refused_with_the_run(api: ApiService) -> None:
     digest = (await upload(api, tar_gz(FILES))).json()["digest"]
     for spec, loc, words in (

@@ -8,7 +8,7 @@ from pathlib import Path
 from jsonschema import Draft202012Validator
 
 from everstep.spec.tasks import Catalog
-from everstep.wire import ClusterInfo, Readiness
+from everstep.wire import Readiness
 from tests.support.api_service import ApiService, spec
 
 
@@ -80,17 +80,6 @@ async def test_the_catalog_describes_what_a_spec_takes(api: ApiService) -> None:
     ):
         Draft202012Validator.check_schema(entry.args_schema)
         assert entry.description
-
-
-async def test_the_cluster_shows_its_nodes(api: ApiService) -> None:
-    run_id, _ = await api.running()
-    info = ClusterInfo.model_validate(await api.get("/v1/cluster"))
-    assert info.available and [(node.id, node.runs) for node in info.nodes] == [
-        ("node-1", (run_id,))
-    ]
-    api.cluster.available = False
-    away = ClusterInfo.model_validate(await api.get("/v1/cluster"))
-    assert not away.available and away.nodes == ()
 
 
 async def test_figures_for_prometheus(api: ApiService) -> None:

@@ -18,11 +18,6 @@ def unknown_fields(count: int, length: int = 20) -> dict[str, Any]:
     return spec(**{f"{'x' * length}{n}": n for n in range(count)})
 
 
-def test_the_first_faults_still_name_what_was_meant() -> None:
-    with pytest.raises(InvalidSpec, match="did you mean 'priority'"):
-        parse_spec(spec(priorty=3))
-
-
 def test_what_is_echoed_of_a_request_is_short() -> None:
     with pytest.raises(InvalidSpec) as caught:
         parse_spec(spec(**{"y" * 100_000: 1}, tags={"z" * 100_000: "\0"}))

@@ -184,22 +184,3 @@ async def test_a_deleted_runs_lines_are_forgotten(api: ApiService) -> None:
     assert stream.ids == []
     assert (await api.http.delete(f"/v1/runs/{run_id}")).status_code == 204
     assert (await api.http.get(f"/v1/runs/{run_id}/logs")).status_code == 404
-
-
-@pytest.mark.parametrize(
-    "query",
-    [
-        "rank=-1",
-        "rank=x",
-        "attempt=x",
-        "after=-1",
-        "limit=0",
-        "limit=5001",
-        "follow=maybe",
-        "cursor=x",
-    ],
-)
-async def test_bad_log_parameters(api: ApiService, query: str) -> None:
-    run_id = await api.create()
-    answer = await api.http.get(f"/v1/runs/{run_id}/logs?{query}")
-    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")

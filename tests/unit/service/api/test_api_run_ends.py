@@ -9,7 +9,6 @@ import pytest
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Run
-from everstep.wire.events import EventKind
 from storage.cluster import IDENTITY_FILE
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, spec
@@ -45,30 +44,6 @@ async def test_a_queued_run_pauses_resumes_and_is_cancelled(api: ApiService) -> 
         "CANCELLED",
     ]
     assert run.finished_at is not None
-
-
-async def test_a_run_that_trains_stops_when_its_driver_says_so(api: ApiService) -> None:
-    run_id, journal = await api.running()
-    problem(await api.http.post(f"/v1/runs/{run_id}/resume"), 409, "invalid_transition")
-    stopping = await api.http.post(f"/v1/runs/{run_id}/cancel")
-    assert (stopping.status_code, stopping.json()["status"]) == (202, "STOPPING")
-    assert (await api.http.post(f"/v1/runs/{run_id}/cancel")).status_code == 202, (
-        "a retry is harmless"
-    )
-    problem(await api.http.post(f"/v1/runs/{run_id}/pause"), 409, "invalid_transition")
-    api.apply(
-        run_id,
-        [
-            journal.checkpoint(1),
-            journal.event(EventKind.FINISHED, outcome="stopped", reason=None, step=1),
-        ],
-    )
-    run = Run.model_validate(await api.get(f"/v1/runs/{run_id}"))
-    assert (
-        run.status == "CANCELLED"
-        and run.latest_checkpoint is not None
-        and run.latest_checkpoint.step == 1
-    )
 
 
 async def test_deleting_removes_directory_and_history(either: ApiService, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import pytest
 
 from tests.support.api_service import ApiService, spec
 from tests.support.tools import tool
-from tests.unit.service.api.test_openapi_contract import described, operations
 
 PACKAGE = "everstep_generated"
 PROGRAM = Path(__file__).parents[3] / "tools" / "typescript" / "client.ts"
@@ -109,46 +107,3 @@ def _use(url: str, token: str) -> None:
         assert resolved.train.epochs >= 1
         missing = module("api.runs.get_run").sync("run_000000000000", client=client)
         assert missing.code == "not_found"
-
-
-def nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object of a document."""
-    if isinstance(value, dict):
-        yield value
-    for each in value.values() if isinstance(value, dict) else value:
-        if isinstance(each, dict | list):
-            yield from nodes(each)
-
-
-def test_every_operation_has_a_short_name_of_its_own() -> None:
-    ids = [operation["operationId"] for _, _, operation in operations()]
-    assert len(set(ids)) == len(ids) and all(name.isidentifier() for name in ids)
-    assert [name for name in ids if "v1" in name] == [] and "create_run" in ids
-
-
-def test_times_are_marked_and_no_reference_has_an_object_as_its_default() -> None:
-    document = described()
-    times = [
-        (name, field)
-        for name, schema in document["components"]["schemas"].items()
-        for field, value in schema.get("properties", {}).items()
-        if (field.endswith("_at") or field in ("at", "deadline"))
-        and "date-time" not in json.dumps(value)
-    ]
-    assert times == []
-    objects = [
-        node
-        for node in nodes(document["components"])
-        if isinstance(node.get("default"), dict) and node.keys() & {"$ref", "oneOf", "anyOf"}
-    ]
-    assert objects == []
-
-
-def test_steps_and_cursors_are_described() -> None:
-    bare = [
-        (name, field)
-        for name, schema in described()["components"]["schemas"].items()
-        for field, value in schema.get("properties", {}).items()
-        if ("step" in field or "cursor" in field or field == "seq") and not value.get("description")
-    ]
-    assert bare == []

@@ -1,45 +1,23 @@
-"""Connections to PostgreSQL that break: replaced, also by a server that restarts in the middle of a
-transaction, and a commit whose answer is lost."""
+"""PostgreSQL that restarts in the middle of a transaction, is a standby, or has an odd encoding."""
 
 from __future__ import annotations
 
-import select
-import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import make_url, text
 
 from everstep.spec.parsing import parse_spec
-from everstep.wire import RunStatus
 from service.db.engine import Database, DatabaseUnavailable
-from service.db.ids import IdempotencyKey
-from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
-from service.model.states import TransitionConflict
 from tests.support import postgres_server
 from tests.support.api_service import spec
 from tests.support.postgres_server import PostgresServer
 
-OTHERS = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
-
 
 def made(runs: RunStore, name: str) -> RunRow:
     return runs.create(parse_spec(spec(name=name)), "tok_test")[0]
-
-
-def test_connections_that_broke_are_replaced(postgresql: PostgresServer) -> None:
-    with postgresql.database() as url:
-        database, other = Database(url), Database(url)
-        runs = RunStore(database)
-        run = made(runs, "kept")
-        with other.read() as connection:
-            connection.execute(text(f"SELECT pg_terminate_backend(pid) {OTHERS}")).all()
-        assert runs.get(run.id) == run
-        database.close()
-        other.close()
 
 
 def test_a_standby_is_a_database_that_is_away(postgresql: PostgresServer) -> None:
@@ -103,58 +81,4 @@ def test_a_server_that_restarts_in_a_transaction_has_written_nothing(
         own_server.restart()
         assert runs.get(kept.id) == kept, "over a new connection"
         assert made(runs, "after").name == "after"
-        database.close()
-
-
-class LosesTheAnswer:
-    """Stands between a client and the server. Once ``armed``, the answer to the next COMMIT is
-    lost, with the connection."""
-
-    def __init__(self, port: int) -> None:
-        self._server = ("127.0.0.1", port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self.armed = False
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            client, _ = self._listener.accept()
-            threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
-
-    def _pass_on(self, client: socket.socket) -> None:
-        with client, socket.create_connection(self._server) as server:
-            while True:
-                readable, _, _ = select.select([client, server], [], [])
-                source = readable[0]
-                data = source.recv(1 << 16)
-                if not data:
-                    return
-                (server if source is client else client).sendall(data)
-                if source is client and self.armed and b"\x0bCOMMIT\x00" in data:
-                    self.armed = False
-                    server.recv(1 << 16)  # it has committed
-                    return
-
-
-def test_a_commit_whose_answer_is_lost_is_found_again_and_not_repeated(
-    postgresql: PostgresServer,
-) -> None:
-    with postgresql.database() as url:
-        link = LosesTheAnswer(int(make_url(url).port or 0))
-        database = Database(make_url(url).set(port=link.port).render_as_string(False))
-        runs, wanted = RunStore(database), parse_spec(spec())
-        key = IdempotencyKey("tok_a", "key", "body")
-        link.armed = True
-        with pytest.raises(DatabaseUnavailable):
-            runs.create(wanted, "tok_a", key)
-        again, is_new = runs.create(wanted, "tok_a", key)
-        assert not is_new and [row.id for row in runs.find(RunFilter(), 5)] == [again.id]
-        link.armed = True
-        with pytest.raises(DatabaseUnavailable):
-            runs.claim_submission(again.id, 0)
-        with pytest.raises(TransitionConflict):
-            runs.claim_submission(again.id, 0)
-        found = runs.get(again.id)
-        assert found is not None and (found.status, found.submission) == (RunStatus.STARTING, 1)
         database.close()

@@ -1,10 +1,12 @@
 """A connection to PostgreSQL that is cut after any message of the server: a request is answered 201
-or 503, a tick fails as a tick may, what was acknowledged is there, and the pool is whole."""
+or 503 and made once, a tick fails as a tick may, what was acknowledged is there, and the pool is
+whole."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import select
 import socket
 import struct
@@ -12,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 from sqlalchemy import make_url
@@ -125,9 +128,14 @@ async def test_a_submission_is_answered_201_or_503_wherever_its_connection_is_cu
     await service.create(name="warm")
     answered: list[int] = []
     acknowledged: set[str] = set()
+
+    async def submit(number: int) -> httpx.Response:
+        key = {"Idempotency-Key": f"k{number}"}
+        return await service.http.post("/v1/runs", json=spec(name=f"r{number}"), headers=key)
+
     for num_messages in itertools.count():
         proxy.arm(num_messages, last_words)
-        answer = await service.http.post("/v1/runs", json=spec(name=f"r{num_messages}"))
+        answer = await submit(num_messages)
         was_cut = proxy.disarm()
         answered.append(answer.status_code)
         assert answer.status_code in (201, 503), (num_messages, answer.text)
@@ -141,8 +149,10 @@ async def test_a_submission_is_answered_201_or_503_wherever_its_connection_is_cu
         *(service.http.get("/v1/runs/run_00000000none") for _ in range(MANY)),
     )
     assert [answer.status_code for answer in after] == [201] * MANY + [404] * MANY
-    found = {run.id for run in await asyncio.to_thread(service.runs.find, RunFilter(), 500)}
-    assert acknowledged <= found
+    again = {(await submit(number)).json()["id"] for number in range(len(answered))}
+    found = await asyncio.to_thread(service.runs.find, RunFilter(search="r"), 500)
+    made = {run.id for run in found if re.fullmatch(r"r\d+", run.name)}
+    assert acknowledged <= again == made, "also those whose answer was lost, and each once"
 
 
 @pytest.mark.usefixtures("whole_ticks")

@@ -235,11 +235,6 @@ def test_the_first_start_tells_its_parts_and_a_restart_does_not_change_them() ->
     assert first_start(FirstStart(queued_s=2)) == "queued 2.0 s"
 
 
-def test_nothing_before_the_first_step() -> None:
-    assert goodput(BEGIN, [], BEGIN + 3).goodput is None
-    assert goodput(BEGIN, [], BEGIN).wall_s == 0
-
-
 TIMES = st.floats(-50, 500, allow_nan=False)
 DURATIONS = st.none() | st.floats(-5, 1000, allow_nan=False)
 STEPS = st.integers(0, 40)

@@ -216,22 +216,6 @@ def test_nothing_is_heard_after_the_end(stores: Stores) -> None:
     assert stores.events.apply_journal(run.id, 1, whole_run(), "end") == ended
 
 
-def test_an_event_that_makes_no_sense_does_not_stop_the_tail(stores: Stores) -> None:
-    run, journal = stores.submitted(), Journal()
-    batch = [
-        *journal.start(),
-        journal.event(EventKind.METRICS, points=[{"nonsense": 1}]),
-        journal.event(EventKind.RESTORED),
-        journal.event(EventKind.CHECKPOINT_COMMITTED, step="many"),
-        journal.steps(2),
-    ]
-    found = stores.events.apply_journal(run.id, 1, batch, "c")
-    assert (found.step, found.status, found.journal_n) == (2, RunStatus.RUNNING, len(batch))
-    assert [row.kind for row in stores.history(run.id)].count("metrics") == 2, (
-        "it stays in the history"
-    )
-
-
 def test_events_of_a_clock_that_runs_ahead_do_not_book_the_future(stores: Stores) -> None:
     run, journal = stores.submitted(), Journal(at=NOON + 3600)
     stores.clock.now = NOON + 5
@@ -325,25 +309,6 @@ def test_words_and_names_that_no_column_can_hold_stop_no_journal(
         "n\\x00\\udce9",
         "x" * METRIC_NAME_CHARS,
     ]
-
-
-def test_a_journal_that_cannot_be_applied_holds_up_no_other(
-    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = open_storage(str(tmp_path))
-    run = stores.submitted()
-    with JournalWriter(RunDir(storage, run.id), 1) as writer:
-        writer.append(Journal(1).start())
-
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
-    tail = JournalTail(storage, stores.events)
-    with monkeypatch.context() as broken:
-        broken.setattr(EventStore, "apply_journal", fail)
-        assert tail.drain(run) == (run, TailFact.DRAINED)
-    applied, _ = tail.drain(run)
-    assert applied.journal_n > run.journal_n, "it is tried again"
 
 
 def test_a_value_that_the_database_cannot_hold_is_no_trouble_of_the_database(

@@ -37,22 +37,6 @@ def test_migrated_tables_equal_the_metadata(database_url: str) -> None:
     database.close()
 
 
-def test_migrating_again_changes_nothing(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'e.db'}")
-    database.migrate()
-    with database.write() as connection:
-        connection.execute(
-            text(
-                "INSERT INTO tokens (id, name, role, sha256, created_at) "
-                "VALUES ('t', 'n', 'admin', 'h', 0)"
-            )
-        )
-    database.migrate()
-    with database.read() as connection:
-        assert connection.execute(text("SELECT count(*) FROM tokens")).scalar_one() == 1
-    database.close()
-
-
 def test_replicas_that_start_at_once_migrate_one_after_the_other(
     postgresql: PostgresServer,
 ) -> None:

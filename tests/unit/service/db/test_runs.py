@@ -18,7 +18,7 @@ from sqlalchemy.exc import IntegrityError
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.db.engine import Database, DatabaseUnavailable
+from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.ids import ALPHABET, RUN_ID_PATTERN, IdempotencyConflict, IdempotencyKey, new_id
 from service.db.run_lookup import RunFilter
@@ -349,18 +349,6 @@ def test_a_transaction_that_sqlite_gave_up_has_written_nothing(tmp_path: Path, l
         write("PRAGMA defer_foreign_keys=ON", first, last)
     write(first)
     database.close()
-
-
-def test_a_database_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DatabaseUnavailable, match="file"):
-        Database(f"sqlite:///{tmp_path / 'file' / 'e.db'}").migrate()
-    garbage = tmp_path / "garbage.db"
-    garbage.write_bytes(b"this is no database at all" * 100)
-    broken = Database(f"sqlite:///{garbage}")
-    with pytest.raises(DatabaseUnavailable, match="not a database"):
-        broken.migrate()
-    broken.close()
 
 
 _SUBMIT_FOREVER = """

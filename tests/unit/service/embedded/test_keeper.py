@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 from ray._private.parameter import RayParams
 
-from service.cluster.cluster_view import ClusterNote, NodeNote, read_note, write_note
+from service.cluster.cluster_view import ClusterNote, NodeNote, read_note
 from service.embedded import keeper as keeper_module
 from service.embedded.cluster import agent_ports
 from service.embedded.keeper import Keeper
@@ -163,14 +163,3 @@ def test_a_dead_node_comes_back_after_a_while_and_not_while_the_cluster_ends(
     assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
     note = read_note(slow._note_path)
     assert note is not None and note.coming_back == ()
-
-
-def test_a_note_of_a_newer_keeper_is_read(tmp_path: Path) -> None:
-    """Else a service that is put back ends the cluster, and every run, of the one after it."""
-    node = NodeNote("node-0", True, 0, os.getpid(), (1, 2))
-    note = ClusterNote("ready", os.getpid(), str(tmp_path), 3, 1, nodes=(node,))
-    write_note(tmp_path / "cluster.json", note)
-    raw = json.loads((tmp_path / "cluster.json").read_text())
-    raw["nodes"][0]["of_the_future"] = raw["of_the_future"] = 1
-    (tmp_path / "cluster.json").write_text(json.dumps(raw))
-    assert read_note(tmp_path / "cluster.json") == note

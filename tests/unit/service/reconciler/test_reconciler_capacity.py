@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.wire import ReasonCode, RunStatus
@@ -110,21 +109,6 @@ workers = st.builds(
     st.integers(-1, 1),
     st.integers(0, 3),
 )
-
-
-@given(st.lists(workers, max_size=6), st.lists(st.integers(0, 4), min_size=1, max_size=4))
-def test_what_starts_fits_at_its_least(queue: list[dict[str, Any]], cpus: list[int]) -> None:
-    """However the queue looks: everyone is answered once, and the least sizes of those that start
-    fit together."""
-    queued = [run(f"r{i}", **values) for i, values in enumerate(queue)]
-    admissions = admit(queued, [], nodes(*map(float, cpus)))
-    assert sorted(admission.run_id for admission in admissions) == sorted(one.id for one in queued)
-    started = [one for one in queued if Admission(one.id) in admissions]
-    assert sum(one.min_workers * one.worker["CPU"] for one in started) <= sum(cpus)
-    feasible = [
-        admission for admission in admissions if code(admission) is not ReasonCode.INFEASIBLE
-    ]
-    assert not feasible or feasible[0].starts, "an empty cluster starts the first that can ever fit"
 
 
 def marked(

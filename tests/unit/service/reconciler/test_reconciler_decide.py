@@ -18,7 +18,6 @@ from service.reconciler.decide import (
     MANY_FRUITLESS,
     MOST_FRUITLESS,
     STOP_GRACE_S,
-    STRAY_GRACE_S,
     backoff_s,
     decide,
 )
@@ -33,10 +32,8 @@ from service.reconciler.facts import (
     RunFacts,
     SetReason,
     Start,
-    StrayJob,
     SubmitClaimed,
     TailFact,
-    submission_id,
 )
 
 NODES = (NodeState("n0", {"CPU": 1.0}), NodeState("n1", {"CPU": 1.0}))
@@ -54,13 +51,6 @@ def run(status: RunStatus = RunStatus.RUNNING, **values: Any) -> RunFacts:
 
 def decided(one: RunFacts, **values: Any) -> tuple[Decision, ...]:
     return decide(Facts(**{"now": NOW, "runs": (one,), "nodes": NODES, **values}))
-
-
-def test_a_queued_run_that_fits_starts() -> None:
-    assert decided(run(RunStatus.QUEUED)) == (Start("run_a", 0),)
-    assert decided(run(RunStatus.QUEUED, submission=3)) == (Start("run_a", 3),), (
-        "a resumed run goes on with the next number"
-    )
 
 
 def test_a_queued_run_says_what_it_waits_for_once() -> None:
@@ -170,11 +160,6 @@ def test_a_run_that_may_have_finished_is_not_failed_by_its_deadline(job: JobFact
         assert not any(
             isinstance(decision, ChangeStatus) for decision in decided(replace(done, tail=tail))
         )
-
-
-def test_strays_are_ended_after_a_grace() -> None:
-    strays = (StrayJob("run_x-s001", STRAY_GRACE_S + 1), StrayJob("run_y-s001", STRAY_GRACE_S - 1))
-    assert decide(Facts(NOW, strays=strays)) == (EndJob("run_x-s001"),)
 
 
 class OneRunsLife(RuleBasedStateMachine):
@@ -356,7 +341,3 @@ class OneRunsLife(RuleBasedStateMachine):
 
 OneRunsLife.TestCase.settings = hypothesis_settings(max_examples=150, stateful_step_count=40)
 TestOneRunsLife = OneRunsLife.TestCase
-
-
-def test_job_ids_are_derived() -> None:
-    assert submission_id("run_a", 2) == "run_a-s002"

@@ -22,20 +22,10 @@ from service.reconciler.facts import TailFact
 from storage.logs.journal import read_journal
 from tests.support.fake_ray import FakeRay
 from tests.support.projected_events import run_row
-from tests.support.reconciler_world import World
+from tests.support.reconciler_world import METRICS, STARTED, World
 
 pytest_plugins = ["tests.support.reconciler_fixtures"]
 pytestmark = pytest.mark.usefixtures("whole_ticks")
-
-STARTED = (
-    (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}),
-    (
-        EventKind.RESTORED,
-        {"step": 0, "epoch": 0, "source": "fresh", "checkpoint": None, "rejected": []},
-    ),
-    (EventKind.TRAINING_STARTED, {"total_steps": 10, "steps_per_epoch": 10}),
-)
-STEPS = (EventKind.METRICS, {"points": [{"step": 7, "at": 1.0, "values": {"loss": 0.5}}]})
 
 
 async def two_runs(here: World, ray: FakeRay) -> tuple[str, str]:
@@ -62,7 +52,7 @@ async def test_a_fifo_or_a_sparse_line_in_one_runs_journal(
     else:
         with path.open("wb") as file:
             file.truncate(200 << 20)
-    here.write(other, 1, *STARTED, STEPS)
+    here.write(other, 1, *STARTED, METRICS)
     try:
         async with asyncio.timeout(20):
             await here.reconciler.tick()
@@ -88,7 +78,7 @@ async def test_a_directory_that_does_not_answer(
     monkeypatch.setattr("service.reconciler.tail.read_journal", reads)
     monkeypatch.setattr(tail_module, "RUN_PATIENCE_S", 0.2)
     for run_id in (one, other):
-        here.write(run_id, 1, *STARTED, STEPS)
+        here.write(run_id, 1, *STARTED, METRICS)
     async with asyncio.timeout(30):
         while not waits.is_set() or here.get(other).step != 7:
             await here.reconciler.tick()
@@ -243,9 +233,9 @@ async def test_a_journal_of_odd_values_stops_no_look(here: World, ray: FakeRay) 
 
 async def test_a_journal_with_a_gap_stops_no_look(here: World, ray: FakeRay) -> None:
     one, other = await two_runs(here, ray)
-    here.write(one, 1, *STARTED, STEPS)
+    here.write(one, 1, *STARTED, METRICS)
     path = journal(here, one)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
-    here.write(other, 1, *STARTED, STEPS)
+    here.write(other, 1, *STARTED, METRICS)
     await here.reconciler.tick()
     assert here.get(other).step == 7

@@ -141,13 +141,3 @@ async def test_a_newer_journal_that_cannot_be_read_is_not_taken_for_none(
         assert here.get(run.id).submission == 2, "it is not submitted again"
     await here.reconciler.tick()
     assert here.get(run.id).status == RunStatus.SUCCEEDED
-
-
-async def test_a_job_that_ray_calls_failed_may_have_succeeded(here: World, ray: FakeRay) -> None:
-    run = here.create()
-    await here.reconciler.tick()
-    here.write(run.id, 1, *STARTED, SUCCEEDED)
-    ray.end(f"{run.id}-s001")
-    await here.reconciler.tick()
-    assert here.get(run.id).status == RunStatus.SUCCEEDED
-    assert ray.submissions == [f"{run.id}-s001"]

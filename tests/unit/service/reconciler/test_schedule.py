@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.team import Quotas
 from service.reconciler.capacity import SHRINK_GRACE_S, leaving
-from service.reconciler.decide import decide
-from service.reconciler.facts import Facts, Grow, NodeState, Preempt, RunFacts, Shrink, Start
+from service.reconciler.facts import NodeState, RunFacts
 from service.reconciler.schedule import PATIENCE_S, Plan, plan
 
 
@@ -229,20 +228,6 @@ def test_what_is_freed_for_a_run_is_not_taken_by_those_that_made_room() -> None:
     assert (started(chosen), len(chosen.preemptions)) == ([], 1)
 
 
-def test_decide_carries_the_plan() -> None:
-    low = running("low", 2, priority=-1)
-    facts = Facts(1.0, (low, sized("urgent", 2, priority=1)), cpus(2))
-    assert Preempt("low", 1, "urgent") in decide(facts)
-    wide = replace(low, min_workers=1, world_size=3)
-    assert Shrink("low", 1, 1, "urgent") in decide(
-        Facts(1.0, (wide, sized("urgent", 2, priority=1)), cpus(3))
-    )
-    alone = replace(wide, world_size=1, shrunk_to=1, shrunk_by="gone", shrunk_at=0.0)
-    assert decide(Facts(1.0, (alone,), cpus(3)))[-1] == Grow("low", 1)
-    quotas = {"default": Quotas(max_workers=1)}
-    assert decide(Facts(1.0, (sized("a", 1, 2),), cpus(2), quotas=quotas)) == (Start("a", 0, 1),)
-
-
 # ---------------------------------------------------------------- whole lives
 
 PRIORITIES = st.integers(-1, 1)
@@ -447,22 +432,6 @@ def test_nothing_is_exceeded_and_everybody_gets_a_turn(
         if life.can_ever_start(found)
     ]
     assert left == [], "these starve"
-
-
-def test_a_life_of_elastic_runs_shrinks_them_and_lets_them_grow() -> None:
-    life = Life(cpus(4.0), {})
-    life.submit("low", {"min_workers": 1, "more": 3, "project": "a", "priority": 0, "lasts": 20})
-    life.tick()
-    assert life.holding["low"].world_size == 4
-    life.submit("urgent", {"min_workers": 3, "more": 0, "project": "b", "priority": 1, "lasts": 3})
-    for _ in range(12):
-        life.tick()
-    assert (life.num_shrunk, life.num_grown, life.holding["low"].world_size, life.ended) == (
-        1,
-        1,
-        4,
-        ["urgent"],
-    )
 
 
 @pytest.mark.parametrize("lasts", [1, 3])

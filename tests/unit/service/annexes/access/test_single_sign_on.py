@@ -134,15 +134,6 @@ async def test_a_code_needs_the_verifier_of_its_log_in(api: ApiService, idp: Oid
     assert injected.status_code == 403 and "invalid_grant" in injected.text
 
 
-async def test_a_rotated_key_is_fetched(api: ApiService, idp: OidcProvider) -> None:
-    await logged_in(api, idp)
-    provider = api.parts[Provider]
-    assert provider is not None
-    idp.rotate()
-    provider._keys_at -= 6.0  # looks for new keys are this far apart
-    await logged_in(api, idp)
-
-
 async def test_groups_that_are_gone_at_the_next_log_in_take_their_rights_along(
     api: ApiService, idp: OidcProvider
 ) -> None:

@@ -13,6 +13,7 @@ from everstep.wire.events import EventKind
 from storage.run_control import DrillOrder
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
+from tests.support.page_text import fail
 from tests.support.problems import problem
 
 KILL = {"kind": "kill_worker", "rank": 1}
@@ -59,23 +60,7 @@ def recover(
     **restored: Any,
 ) -> None:
     """A failure, the next attempt, and its first steps, with a loss of 0.5."""
-    failure = {
-        "verdict": "worker_lost",
-        "first_rank": 1,
-        "node_id": "node-2",
-        "step": step,
-        "exception": None,
-        "evidence": {},
-    }
-    events = [
-        journal.event(
-            EventKind.FAILURE,
-            **failure,
-            action="restart at once",
-            budget="system_failures",
-            world_size_before=2,
-        )
-    ]
+    events = [fail(journal, verdict="worker_lost", step=step, action="restart at once")]
     journal.attempt += 1
     journal.at += 2
     events += journal.start(step, world_size, **{"source": "snapshot", **restored})

@@ -17,6 +17,7 @@ from storage.run_control import ProfileOrder
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
 from tests.support.command_line import everstep
+from tests.support.page_text import fail
 
 ALL_REDUCES = [{"bucket": 0, "size_bytes": 4000, "count": 3, "mean_s": 0.002, "max_s": 0.003}]
 
@@ -88,15 +89,7 @@ async def test_a_profile_whose_attempt_ends_lapses_and_the_command_fails(api: Ap
     run_id, journal = await api.running()
     command = asyncio.create_task(everstep("profile", run_id, "--json"))
     profile = await asked(api, run_id)
-    failure = {
-        "verdict": "worker_lost",
-        "first_rank": 0,
-        "node_id": "node-1",
-        "step": 3,
-        "action": "restarted",
-        "evidence": {},
-    }
-    api.apply(run_id, [journal.event(EventKind.FAILURE, **failure)])
+    api.apply(run_id, [fail(journal)])
     done = await command
     assert done.exit_code == 1 and json.loads(done.stdout.splitlines()[0])["state"] == "lapsed"
     run = await asyncio.to_thread(Client().runs.get, run_id)

@@ -243,11 +243,3 @@ async def test_the_command_line_drains_and_waits(api: ApiService) -> None:
     api.clock.now += HEARD_S
     done = await asyncio.wait_for(waiting, 60)
     assert done.exit_code == 0 and "node-1 host is DRAINED" in done.stdout and run_id in done.stderr
-
-
-@pytest.mark.parametrize("word", ["cordon", "uncordon", "drain"])
-async def test_a_node_that_is_not_one_is_bad_usage(api: ApiService, word: str) -> None:
-    several = await everstep(word, "node")
-    assert several.exit_code == 2 and "node-1, node-2" in several.stderr
-    unknown = await everstep(word, "zzz")
-    assert unknown.exit_code == 2 and "zzz" in unknown.stderr

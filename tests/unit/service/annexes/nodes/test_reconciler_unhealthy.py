@@ -65,18 +65,6 @@ def suspected(
 # ---------------------------------------------------------------- the rule
 
 
-def test_five_failures_or_three_runs_are_too_many() -> None:
-    assert suspected([failure()] * 4) == []
-    assert suspected([failure()] * 5) == ["n1"]
-    assert suspected([failure("a"), failure("b")]) == []
-    assert suspected([failure("a"), failure("b"), failure("c")]) == ["n1"]
-    assert (
-        suspected([failure("a", node="n1"), failure("b", node="n2"), failure("c", node="n3")]) == []
-    )
-    assert suspected([failure(ago_s=3599)] * 5) == ["n1"]
-    assert suspected([failure(ago_s=3600)] * 5) == []
-
-
 def test_a_node_whose_gpu_is_shown_to_be_faulty_is_cordoned_at_once() -> None:
     words = f"AcceleratorError: CUDA error: unspecified launch failure; {GPU_FAULTY}Xid 79: gone"
     faulty = failure(verdict="hardware", error=words, kind=ErrorKind.DEVICE)
@@ -391,19 +379,3 @@ async def test_ticks_look_after_nodes(here: World) -> None:
     async with asyncio.timeout(60):
         while not read_node_marks(here.storage):  # noqa: ASYNC110  written beside the ticks
             await asyncio.sleep(0.01)
-
-
-@pytest.mark.usefixtures("whole_ticks")
-async def test_a_marked_node_is_no_room_for_a_queued_run(here: World, ray: FakeRay) -> None:
-    for node in ("n1", "n2", "n3"):
-        here.marks.mark(node, "cordoned", "ann")
-    run = here.create()
-    await here.reconciler.tick()
-    reason = here.get(run.id).reason
-    assert ray.submissions == [] and reason is not None and reason.code == "waiting_for_capacity"
-    assert "3 of 4 nodes are cordoned or draining" in reason.message
-    here.marks.mark("n2", "open", "ann")
-    async with asyncio.timeout(60):
-        while not ray.submissions:
-            await here.reconciler.tick()
-            await asyncio.sleep(0.05)
