@@ -89,7 +89,6 @@ OF_FILES = {
     "train_fn/state/train_state.py": (Moment.RESTORED, "none"),
     "train_fn/step/buffers.py": (Moment.LOSS, "a look at the buffers' versions"),
     "train_fn/step/peers.py": (Moment.LOSS, "none"),
-    "train_fn/step/trial.py": (Moment.FIRST_PASS, "a look at all buffers"),
     "train_fn/step/untrained.py": (Moment.LOSS, "a look at the buffers' versions"),
     "train_fn/tasks/builtin.py": (Moment.BUILT, "none"),
     "train_fn/tasks/metrics.py": (Moment.EVALUATED, "none"),

@@ -23,7 +23,7 @@ from train_fn.state.contents import Sketch, alike, sketch
 from train_fn.state.optim import Optimizers
 from train_fn.step.fingerprints import local, word_sum
 from train_fn.step.precision import modes_of
-from train_fn.step.trial import PlainAttributes
+from train_fn.step.trial import ExtraStates, PlainAttributes
 
 _WATCHED_BYTES = 64 << 20
 
@@ -183,6 +183,28 @@ class ModesKept(Check):
     def after(self, moment: Moment, source: str) -> None:
         if modes_of(self._model) != self._before:
             raise modes_left(source)
+
+
+class ExtraKept(Check):
+    """Refuse training code that changes extra states of modules (``get_extra_state``)."""
+
+    costs = dict.fromkeys((Moment.FIRST_PASS, Moment.LOSS), "copies of extra states")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._before = ExtraStates({})
+
+    def before(self, moment: Moment) -> None:
+        self._before = ExtraStates(self._modules)
+
+    def after(self, moment: Moment, source: str) -> None:
+        if names := [name or "the model" for name in self._before.changed()]:
+            raise BadTask(
+                f"{source} changes the extra state (get_extra_state) of {few(names)}. Each rank "
+                "would have its own, and a failed step would leave its traces there. Keep it in a "
+                "buffer, on which the ranks agree after every step, or change it in after_step or "
+                "on_epoch_end"
+            )
 
 
 @checked(Moment.LOSS, cost="a read of the modules' modes")

@@ -19,6 +19,7 @@ from train_fn.checks.trained import LearningRates
 from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best
 from train_fn.loop.replica import Replica
 from train_fn.loop.sharded import rows_alone
+from train_fn.samples.sampler import seed_micro_batch
 from train_fn.session.session import Session
 from train_fn.state.tensor_tree import tree_digest
 from train_fn.step.timing import StepClock
@@ -26,6 +27,9 @@ from train_fn.tasks.protocol import where
 
 logger = logging.getLogger(__name__)
 
+_HOOK = -3
+"""Seeds what the hook draws. Micro-batches have numbers from 0 on, and other code of a step has
+others (``train_fn/loop/commit.py``)."""
 TORN = "the task's on_epoch_end had changed a part of the state"
 """Why a rank leaves no state, if its attempt broke in the hook."""
 
@@ -125,6 +129,8 @@ class EpochEnd:
         reporter.hand_over()
         self._before = self._digest() if state.piece is None else None
         source = where(self._task, "on_epoch_end")
+        # What it draws is the same on all ranks, and in all attempts.
+        seed_micro_batch(self._replica.parts.sampler.seed, state.step, _HOOK, self._ctx.device)
         is_watched = rows_alone(state.gathered, source, self._replica.order)
         with self._replica.checks.around(Moment.EPOCH_HOOK, source), is_watched:
             self._task.on_epoch_end(state.model, epoch, dict(state.metrics))  # type: ignore[attr-defined]

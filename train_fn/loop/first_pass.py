@@ -144,12 +144,10 @@ def run_first_pass(
         moving, ignored, runs_again = _pass_and_check(
             replica, batch, loaded, indices, places, undoing.trial.warm_up, count
         )
-        undoing.trial.require_extra_kept()
         if beside := undoing.trial.changed_beside():
             replica.parts.warn(
-                f"the loss changes {few(beside)}, in a module that the task holds beside its "
-                "model: each rank has its own, and a restart begins anew. Make the module a part "
-                "of the model in build_model"
+                f"the loss changes {few(beside)}, which the task holds beside its model: a restart "
+                "begins it anew. Make the module a part of the model in build_model"
             )
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))

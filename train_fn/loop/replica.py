@@ -5,7 +5,7 @@ from __future__ import annotations
 from train_fn.checks.check import Check, Checks
 from train_fn.checks.order import CallOrder
 from train_fn.checks.ranks import SameAfterStep, Together
-from train_fn.checks.trained import DataKept, ModesKept, WeightsKept
+from train_fn.checks.trained import DataKept, ExtraKept, ModesKept, WeightsKept
 from train_fn.context import WorkerContext
 from train_fn.loop.build import build_parts, was_built
 from train_fn.loop.own_step import OwnUpdates
@@ -36,6 +36,7 @@ class Replica:
         checks: list[Check] = [
             DataKept(parts.train_set),
             ModesKept(state.model),
+            ExtraKept(state.model),
             parts.trained,
             WeightsKept(parts.trained),
             self.together,

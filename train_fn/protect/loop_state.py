@@ -33,6 +33,7 @@ from train_fn.state.sound_state import require_sound
 from train_fn.state.tensor_tree import of_own_types, tree_digest
 from train_fn.step.fingerprints import local
 from train_fn.step.peers import Peers
+from train_fn.step.untrained import require_loaded
 
 BUFFERS = "the buffers"
 FINGERPRINT = "own loop"
@@ -78,6 +79,7 @@ class LoopState(RunState):
             parts.models, [each for each in parts.parameters() if id(each) in held]
         )
         self._copies = PartCopies(parts)
+        self._names = self._weights().keys()
         self._weights_mark = WeightsMark(
             local(value) for value in parts.parameters() if value.requires_grad or id(value) in held
         )
@@ -238,8 +240,14 @@ class LoopState(RunState):
     # -- the face of TrainState
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the present state, between two steps."""
-        optimizers = self.parts.optimizers
+        """Return the present state, between two steps. Raises BadTask for a model that has other
+        tensors than when the loop began, which it could not load."""
+        optimizers, names = self.parts.optimizers, self._weights().keys()
+        if other := sorted(names ^ self._names):
+            raise BadTask(
+                f"es.protect(model=…): {few(other)} was added to the model, or taken away, since "
+                "`with state:`, and no restart could load it. Register it where the model is made"
+            )
         return self._state_dict(
             self._copies.live(),
             lambda name: optimizers[name].state_dict(),
@@ -297,6 +305,7 @@ class LoopState(RunState):
             plain = {name.removeprefix(prefix): value for name, value in own}
             if self.piece is None:
                 model.load_state_dict(plain)
+                require_loaded(model, plain, "es.protect(model=…)")
             else:
                 load_weights(model, prefix, plain, shards)
         for name, optimizer in self.parts.optimizers.items():

@@ -185,6 +185,18 @@ ADVICE = {
     "the end": ("The code did not go on after the death. The text says why"),
 }
 """What to write instead, by what is different."""
+_OF_TASK = (
+    "It depends on something that no state of the task holds. Keep tensors in buffers of the "
+    "model, and all else in state_dict() and load_state_dict() of the task; take a count of steps "
+    "from the argument step of loss (docs/own-task.md, State of the task)"
+)
+
+
+def advice_to_task(what: str) -> str:
+    """Return what to write instead in a task, which has no ``state``."""
+    text = ADVICE[what]
+    return _OF_TASK if "es." in text or "state." in text else text
+
 
 _KINDS = (
     ("model", "the weights"),

@@ -17,6 +17,7 @@ from storage.filesystem import open_storage
 from train_fn.rehearsal.comparison import (
     Difference,
     Record,
+    advice_to_task,
     first_difference,
     held_names,
     same_batches,
@@ -86,7 +87,12 @@ def rehearse(
         raise UsageError("the spec names code by a digest; give --code DIRECTORY, the code itself")
     rows: list[RehearsalRow] = []
 
+    is_task = spec.code is None or spec.code.task is not None
+
     def tell(row: RehearsalRow) -> None:
+        if is_task and row.difference is not None:
+            advice = {"advice": advice_to_task(row.difference.what)}
+            row = row.model_copy(update={"difference": row.difference.model_copy(update=advice)})
         rows.append(row)
         say(row)
 

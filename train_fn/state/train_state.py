@@ -29,7 +29,13 @@ from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
 from train_fn.state.tensor_tree import copy_to_cpu, of_own_types
 from train_fn.step.precision import BuiltModes
-from train_fn.step.untrained import TensorPlace, copy_all, is_alike, untrained_places
+from train_fn.step.untrained import (
+    TensorPlace,
+    copy_all,
+    is_alike,
+    require_loaded,
+    untrained_places,
+)
 from train_fn.tasks.protocol import Task, where
 
 if TYPE_CHECKING:
@@ -240,6 +246,7 @@ class TrainState(RunState):
                 "the same file on all nodes, or start a new run"
             )
         self.model.load_state_dict({**{name: own[name] for name in saved}, **state["model"]})
+        require_loaded(self.model, state["model"], self._model_source)
 
     def _load_unsaved(self, saved: dict[str, torch.Tensor]) -> None:
         """Load buffers that the model's ``state_dict`` leaves out."""

@@ -8,14 +8,13 @@ import pickle
 import random
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from train_fn.errors import BadTask, few
 from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -63,22 +62,8 @@ class TrialPass:
         for name, each in beside.items():
             owners |= {f"{name}.{inner}".strip("."): part for inner, part in each.named_modules()}
         self.attributes = PlainAttributes({**owners, type(task).__name__: task})
-        self._extra = {
-            name: (module, copy.deepcopy(module.get_extra_state()))
-            for name, module in owners.items()
-            if isinstance(module, nn.Module)
-            and type(module).get_extra_state is not nn.Module.get_extra_state
-        }
-
-    def require_extra_kept(self) -> None:
-        """Raise BadTask if the pass has changed what ``get_extra_state`` of a module returns."""
-        if names := [name or "the model" for name in self._changed_extra()]:
-            raise BadTask(
-                f"a forward pass changes the extra state (get_extra_state) of {few(names)}. Each "
-                "rank would have its own, and a failed step would leave its traces there. Keep it "
-                "in a buffer, on which the ranks agree after every step, or change it in "
-                "after_step or on_epoch_end"
-            )
+        modules = {name: each for name, each in owners.items() if isinstance(each, nn.Module)}
+        self._extra = ExtraStates(modules)
 
     def changed_beside(self) -> list[str]:
         """Return the names of tensors that have changed in modules beside the model."""
@@ -92,17 +77,32 @@ class TrialPass:
             each.put_back()
         changed = self.attributes.changed()
         self.attributes.put_back()
-        for name in self._changed_extra():
-            module, before = self._extra[name]
-            module.set_extra_state(before)
+        self._extra.put_back()
         return changed
 
-    def _changed_extra(self) -> list[str]:
+
+class ExtraStates:
+    """What ``get_extra_state`` of modules returns, copied."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._before = {
+            name: (module, copy.deepcopy(module.get_extra_state()))
+            for name, module in modules.items()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+
+    def changed(self) -> list[str]:
+        """Return the names of modules whose extra state is another one now."""
         return [
             name
-            for name, (module, before) in self._extra.items()
+            for name, (module, before) in self._before.items()
             if not _is_same(before, module.get_extra_state())
         ]
+
+    def put_back(self) -> None:
+        for name in self.changed():
+            module, before = self._before[name]
+            module.set_extra_state(before)
 
 
 def modules_beside(task: object, model: nn.Module) -> dict[str, nn.Module]:

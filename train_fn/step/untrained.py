@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -81,20 +81,60 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
 
 
 def _saved_by(model: nn.Module) -> Callable[[str, torch.Tensor], bool]:
-    """Return whether the model's ``state_dict`` has a tensor, under its name or under one that a
-    hook or a method of the user's gives it."""
+    """Return whether the model's ``state_dict`` has a tensor as it is, under its name or under one
+    that a hook or a method of the user's gives it."""
     saved = {
         name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
     }
     memory = {_memory_of(value) for value in saved.values()}
-    return lambda name, tensor: name in saved or _memory_of(tensor) in memory
+
+    def is_saved(name: str, tensor: torch.Tensor) -> bool:
+        if _memory_of(tensor) in memory:
+            return True
+        if (value := saved.get(name)) is None:
+            return False
+        return not _has_memory(tensor) or is_sampled_alike(value, tensor)
+
+    return is_saved
+
+
+def is_sampled_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have one type and shape, and the same bits in a sample of their
+    elements."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    one, other = (_sample(each).contiguous().view(torch.uint8).cpu() for each in (first, second))
+    return torch.equal(one, other)
+
+
+def require_loaded(model: nn.Module, saved: Mapping[str, Any], source: str) -> None:
+    """Raise BadTask if a model has other values than it was given to load, by a sample of each."""
+    now = model.state_dict()
+    if lost := [
+        name
+        for name, value in saved.items()
+        if isinstance(value, torch.Tensor)
+        and _has_memory(value)
+        and not (
+            isinstance(own := now.get(name), torch.Tensor)
+            and is_sampled_alike(own, value.to(own.dtype))
+        )
+    ]:
+        raise BadTask(
+            f"{source}: load_state_dict() of the model left out {few(lost)}, so that training "
+            "would go on from other values than those of its state. Let it load all that "
+            "state_dict() returns"
+        )
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return what is the same for a tensor and its ``detach()``; an empty one has no memory."""
+    return (tensor.data_ptr(), tensor.numel()) if _has_memory(tensor) else (0, id(tensor))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
     is_plain = tensor.layout is torch.strided and not is_lazy(tensor) and not _is_sharded(tensor)
-    has_memory = is_plain and tensor.numel()
-    return (tensor.data_ptr(), tensor.numel()) if has_memory else (0, id(tensor))
+    return is_plain and tensor.numel() > 0
 
 
 def require_saved(model: nn.Module, source: str) -> None:
@@ -106,9 +146,9 @@ def require_saved(model: nn.Module, source: str) -> None:
         if value.requires_grad and not is_saved(name, value)
     ]:
         raise BadTask(
-            f"{source}: the model's state_dict() leaves out {few(lost)}, which "
-            f"{'is' if len(lost) == 1 else 'are'} trained, so that no checkpoint would hold it. "
-            "Let state_dict() return all that is trained"
+            f"{source}: the model's state_dict() leaves out {few(lost)}, or has it with other "
+            f"values, and {'it is' if len(lost) == 1 else 'they are'} trained: no checkpoint would "
+            "hold it. Let state_dict() return all that is trained, as it is"
         )
 
 
@@ -367,8 +407,8 @@ class WarmUp:
         if added:
             faults.append(
                 BadTask(
-                    f"the forward pass registered {few(added)}, which no other rank has and no "
-                    "checkpoint could be loaded with. Register it in build_model, or with "
+                    f"the forward pass registered {few(added)}, which no checkpoint could be "
+                    "loaded with. Register it in build_model, or with "
                     "persistent=False if it follows from the batch"
                 )
             )

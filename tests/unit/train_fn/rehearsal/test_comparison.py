@@ -14,6 +14,7 @@ from train_fn.rehearsal.comparison import (
     Record,
     Step,
     Update,
+    advice_to_task,
     first_difference,
     held_names,
     read_record,
@@ -104,6 +105,7 @@ def test_what_differs_first_is_named_with_its_cause(
     assert difference.held == ("train.py: seen (unset became 1)",)
     assert difference.where == "train.py, line 9"
     assert difference.advice == ADVICE[what]
+    assert "es." not in advice_to_task(what)
 
 
 def wrong_loss(found: list[list[Record]]) -> None:

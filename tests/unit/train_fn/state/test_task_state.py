@@ -22,6 +22,8 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank, small_task_alone
 from tests.unit.train_fn.loop.test_buffers import SPEC
 from train_fn.checkpoints.saver import Saver
+from train_fn.checks.check import Moment
+from train_fn.checks.trained import ExtraKept
 from train_fn.errors import BadTask
 from train_fn.loop import build
 from train_fn.loop.attempt import train
@@ -29,6 +31,7 @@ from train_fn.recovery.evidence import StepFailed
 from train_fn.state.tensor_tree import digest
 from train_fn.state.train_state import TaskState
 from train_fn.step.trial import PlainAttributes, TrialPass
+from train_fn.step.untrained import require_loaded, require_saved
 
 NUM_PASSES = 18
 """In the run: nine global batches of ten samples, each in micro-batches of seven and three."""
@@ -136,7 +139,8 @@ def test_a_trial_leaves_nothing_in_modules_and_arrays_beside_the_model() -> None
     model = WithExtra()
     task.model, table = model, task.table
     trial = TrialPass(task, model, model.parameters(), is_fresh=True)
-    trial.require_extra_kept()
+    extra = ExtraKept(model)
+    extra.before(Moment.FIRST_PASS)
     criterion(torch.ones(3, 2))
     task.table += 1
     model.calls = [1]
@@ -146,12 +150,27 @@ def test_a_trial_leaves_nothing_in_modules_and_arrays_beside_the_model() -> None
         "SimpleNamespace.criteria.num_batches_tracked",
     ]
     with pytest.raises(BadTask, match=r"get_extra_state.* of the model"):
-        trial.require_extra_kept()
+        extra.after(Moment.FIRST_PASS, "Task.loss")
     trial.put_back()
     assert (criterion.running_mean.tolist(), int(criterion.num_batches_tracked)) == ([0, 0], 0)
     assert task.table is table and table.tolist() == [0, 0]
     assert model.calls == [0]
-    trial.require_extra_kept()
+    extra.after(Moment.FIRST_PASS, "Task.loss")
+
+
+def test_a_model_that_does_not_load_or_tell_what_it_trains_is_refused() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    require_loaded(model, state, "Task.build_model")
+    state["weight"][1, 1] += 1
+    with pytest.raises(BadTask, match=r"load_state_dict\(\) of the model left out weight, so"):
+        require_loaded(model, state, "Task.build_model")
+    model.state_dict = lambda: {"w": model.weight.detach(), "bias": other.bias}
+    with pytest.raises(BadTask, match=r"leaves out bias, or has it with other values"):
+        require_saved(model, "Task.build_model")
+    model.state_dict = lambda: {"w": model.weight.detach(), "bias": model.bias.half()}
+    with pytest.raises(BadTask, match="leaves out bias, or"):
+        require_saved(model, "Task.build_model")
 
 
 def test_what_a_pass_registers_is_refused_or_taken_away() -> None:
