@@ -27,6 +27,7 @@ from service.db.tables import IS_LIVE
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from tests.support.api_service import NOON, ManualClock, spec
+from tests.support.prepared_database import prepared_database
 
 pytest_plugins = ["tests.support.database_fixtures"]
 
@@ -41,12 +42,8 @@ def test_a_new_run_is_queued_with_its_history(runs: RunStore, events: EventStore
     run = create(runs, tags={"team": "vision"})
     assert RUN_ID_PATTERN.fullmatch(run.id)
     assert runs.get(run.id) == run
-    assert (run.status, run.submission, run.created_at, run.last_seq) == (
-        RunStatus.QUEUED,
-        0,
-        NOON,
-        2,
-    )
+    fields = (run.status, run.submission, run.created_at, run.last_seq)
+    assert fields == (RunStatus.QUEUED, 0, NOON, 2)
     assert run.spec["train"]["global_batch_size"] == 128, "the spec is stored as resolved"
     assert [(row.seq, row.kind, row.data) for row in events.after(run.id, 0, 10)] == [
         (1, "run_created", {"name": "digits", "project": "default"}),
@@ -174,11 +171,13 @@ def test_live_runs_are_those_with_work_left(runs: RunStore) -> None:
     assert [counts[RunStatus(name)] for name in ("QUEUED", "PAUSED", "RUNNING")] == [1, 1, 0]
 
 
-def test_sqlite_finds_live_runs_among_ended_ones_by_their_index(database: Database) -> None:
+def test_sqlite_finds_live_runs_among_ended_ones_by_their_index(tmp_path: Path) -> None:
+    database = prepared_database(f"sqlite:///{tmp_path / 'e.db'}")
     query = select(literal_column("id")).where(IS_LIVE)
     sql = query.compile(compile_kwargs={"literal_binds": True})
     with database.read() as connection:
         plan = connection.execute(text(f"EXPLAIN QUERY PLAN {sql}")).all()
+    database.close()
     assert "ix_runs_unended" in str(plan)
 
 
