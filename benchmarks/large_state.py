@@ -44,7 +44,7 @@ STAGES = {
     "check data": "train_fn.loop.training:check_data",
     "check model": "train_fn.loop.training:check_model",
     "first pass": "train_fn.loop.training:join",
-    "broadcast": "train_fn.session.session:broadcast",
+    "broadcast": "train_fn.snapshots.whole:broadcast",
     "load": "train_fn.state.train_state:TrainState.load_state_dict",
     "step": "train_fn.loop.attempt:take_step",
     "step: copy": "train_fn.checkpoints.save_slot:BoundaryCopies.take",

@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_710,
     "service": 27_057,
     "train_fn": 48_366,
-    "tests": 87_561,
+    "tests": 87_558,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
