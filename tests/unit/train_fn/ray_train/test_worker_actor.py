@@ -15,16 +15,8 @@ from train_fn.recovery.launch import RankLaunch
 class Rank:
     """A rank's process, and what its host did with it."""
 
-    how = "built"
-
     def __init__(self, number: int) -> None:
         self.pid, self.did = 100 + number, list[str]()
-
-    def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        self.did.append(name)
-
-    def kill(self) -> None:
-        self.did.append("killed")
 
     def close(self) -> None:
         self.did.append("closed")
