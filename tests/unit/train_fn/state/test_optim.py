@@ -26,6 +26,7 @@ from everstep.spec.sections import (
     SgdSpec,
     StepScheduleSpec,
 )
+from tests.unit.train_fn.state.test_state import through_a_file
 from train_fn.checks.trained import LearningRates
 from train_fn.errors import BadTask
 from train_fn.state.optim import (
@@ -182,13 +183,6 @@ def trained(
 def packed(state: dict[str, Any]) -> dict[str, Any]:
     """By one who sees this optimizer for the first time."""
     return Packer().packed(state)
-
-
-def through_a_file(tree: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(tree, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
