@@ -171,31 +171,3 @@ def test_a_stop_is_saved_by_all_ranks_and_the_same_command_goes_on(
     [_, restored] = [event.data for event in events(run_dir) if event.kind is EventKind.RESTORED]
     assert (restored["source"], restored["step"]) == ("checkpoint", saved.step)
     assert_equal_to_one_left_alone(spec_file, tmp_path, run_dir)
-
-
-def test_a_task_of_ones_own_trains_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-    ]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    code = [
-        "--code",
-        "examples/own_task",
-        "--task",
-        "task:DigitsTask",
-        "--set",
-        "train.max_steps=20",
-        "--set",
-        "train.epochs=2",
-        "--run-id",
-        "own",
-    ]
-    command = [*torchrun, "train_fn.standalone", *code, "--storage", str(tmp_path / "storage")]
-    subprocess.run(command, env=env, timeout=DEADLINE_S, check=True)
-    assert max(steps(run_dir_of(tmp_path, "own"))) == 20

@@ -1,5 +1,4 @@
-"""What surrounds a run goes wrong: clocks jump, the nodes' memory is full, an older database or
-storage is put back, and a checkpoint goes away from which another run begins."""
+"""What surrounds a run goes wrong: clocks jump, and the nodes' memory is full."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 
 from everstep.client.runs import RunHandle
-from everstep.errors import EverstepError
 from everstep.wire import RunStatus
 from tests.chaos.faults import Fault, strike
 from tests.hosts import clock
 from tests.support.digits_run import STEPS_PER_EPOCH
+from tests.support.raw_specs import TASK
 from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -23,11 +22,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 def spec(name: str, epochs: int, ranks: int = 2, **sections: Any) -> dict[str, Any]:
     return {
         "name": name,
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": TASK,
         "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 64},
         "scaling": {"min_workers": 1, "max_workers": ranks},
         "checkpoint": {"every_steps": 30},
@@ -108,32 +103,3 @@ def test_full_shared_memory_costs_at_most_the_steps_since_the_checkpoint() -> No
         failures = run.failures()
         assert {failure.verdict for failure in failures} == {"worker_lost"}
         assert all((failure.steps_lost or 0) <= 35 for failure in failures)
-
-
-# ---------------------------------------------------------------- forks
-
-
-def test_forks_from_checkpoints_that_are_being_deleted_begin_or_are_refused_at_once() -> None:
-    with ServiceProcess(nodes=3) as service:
-        client = service.client()
-        parent = client.runs.create(
-            spec("parent", 100, ranks=1, checkpoint={"every_steps": 15, "keep_latest": 2})
-        )
-        reach(parent, 40)
-        forks: list[tuple[int, RunHandle]] = []
-        refused: list[str] = []
-        while len(forks) < 12:
-            parent.refresh()
-            step = sorted((each.step for each in parent.checkpoints()), reverse=True)[:2][-1]
-            wanted = spec("fork", 1, ranks=1, resume_from={"run_id": parent.id, "step": step})
-            wanted["train"] = {**wanted["train"], "epochs": 100, "max_steps": step + 2}
-            try:
-                forks.append((step, client.runs.create(wanted)))
-            except EverstepError as exc:
-                refused.append(str(exc))
-            if parent.status.terminal:
-                break
-        for step, fork in forks:
-            fork.wait(timeout_s=300)
-            assert (fork.status, fork.step) == (RunStatus.SUCCEEDED, step + 2), fork.reason
-        assert forks and all("checkpoint" in each for each in refused), refused

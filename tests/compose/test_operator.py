@@ -80,15 +80,3 @@ def test_a_replica_is_killed_and_the_other_answers(deployment: Deployment) -> No
     assert problems == []
     record = trial.finish()
     assert (record["steps_lost"], record["failures"]) == (0, [])
-
-
-def test_a_worker_s_network_is_cut_and_mended(deployment: Deployment) -> None:
-    trial = Trial.begun(deployment, "network-cut", 2 * EPOCHS)
-    container = container_of(trial, 2)
-    (network,) = deployment.addresses(container)
-    ip = deployment.addresses(container)[network]
-    run("docker", "network", "disconnect", "--force", network, container)
-    go_on(trial)
-    run("docker", "network", "connect", "--ip", ip, network, container)
-    wait_for(trial.is_at_full_size, 300, "full size", every_s=ASK_S)
-    assert trial.finish()["steps_lost"] == 0

@@ -27,7 +27,6 @@ from tests.gpu.verdict import Shown, Verdict, Word, verdict_of
 from train_fn.node.node_dir import shared_memory_root
 
 LIMITS_S = {
-    "survivors": 150.0,
     "two_ranks": 180.0,
     "sharded": 150.0,
     "broken_start": 120.0,
@@ -41,7 +40,6 @@ LIMITS_S = {
     "memory_of_a_dead": 60.0,
     "visible_devices": 60.0,
     "nccl_abort": 60.0,
-    "determinism": 90.0,
     "speed": 300.0,
 }
 """The parts in their order, and how long each may take."""

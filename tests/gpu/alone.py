@@ -12,6 +12,7 @@ from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
+from tests.support.raw_specs import TASK
 from train_fn.context import WorkerContext
 from train_fn.standalone.rank import join, place_alone, set_up
 from train_fn.step.nccl import begin_attempt
@@ -23,11 +24,7 @@ def spec_of(device: torch.device, **train: Any) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "gpu",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "train": {
                 "global_batch_size": 30,
                 "micro_batch_size": 30,

@@ -16,6 +16,7 @@ from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
+from tests.support.raw_specs import TASK
 from train_fn.samples.loader import KeyedDataset, Loader
 from train_fn.samples.sampler import MicroBatch
 from train_fn.standalone.command import run_local
@@ -26,11 +27,7 @@ def make_spec(**train: Any) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "gpu",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "optimizer": {"name": "adamw", "lr": 3e-3},
             "train": {
                 "epochs": 6,

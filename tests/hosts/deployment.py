@@ -58,11 +58,10 @@ TEST_ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 class Deployment:
     """Hosts by name: the compose file's, and ``worker-1`` to ``worker-N``."""
 
-    def __init__(self, base: Path, workers: int, env: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(self, base: Path, workers: int) -> None:
         self.base = base
         self.hosts: dict[str, Host] = {}
         self._clients = contextlib.ExitStack()
-        self._extra_env = env
         self._parts = read_compose(SETTINGS)
         for name in ("volumes", "secrets"):
             (base / name).mkdir()
@@ -94,9 +93,7 @@ class Deployment:
             **image_environment(),
             **part.env,
             **TEST_ENVIRONMENT,
-            **self._extra_env.get(name.partition("-")[0], {}),
         }
-        env |= self._extra_env.get(name, {})
         if part.name in HEALTH_OF_STAND_INS and part.health is not None:
             part = replace(part, health=replace(part.health, argv=HEALTH_OF_STAND_INS[part.name]))
         argv = STAND_INS.get(part.name, lambda part: list(part.argv))(part)
@@ -275,17 +272,14 @@ HEALTH_OF_STAND_INS = {
 
 
 @contextlib.contextmanager
-def deployed(
-    workers: int, env: Mapping[str, Mapping[str, str]] | None = None
-) -> Iterator[Deployment]:
-    """A deployment that is up, ended on exit. ``env`` adds to the environment of hosts: by name, or
-    ``worker`` for all workers."""
+def deployed(workers: int) -> Iterator[Deployment]:
+    """A deployment that is up, ended on exit."""
     base = Path(tempfile.mkdtemp(prefix="eh", dir="/tmp"))
     deployment = None
     try:
         with switch():
             try:
-                deployment = Deployment(base, workers, env or {})
+                deployment = Deployment(base, workers)
                 deployment.start()
                 yield deployment
             finally:

@@ -6,15 +6,10 @@ survived.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 import yaml
@@ -22,7 +17,6 @@ import yaml
 from tests.hosts import clock
 from tests.hosts.compose_file import REPOSITORY, is_possible
 from tests.hosts.deployment import Deployment
-from tests.hosts.docker import docker
 from tests.hosts.host import Host
 from tests.hosts.trial import NUM_WORKERS, Trial, host_of
 from tests.support.service_process import ASK_S, wait_for
@@ -69,16 +63,6 @@ def start_again(hosts: Deployment, names: Iterable[str], change: Callable[[Host]
 def test_the_doctor_finds_nothing_wrong(whole: Deployment) -> None:
     done = whole.hosts["service-a"].run(["everstep", "doctor", "--all-reduce", "2"], timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_host_is_unplugged_and_plugged_in_again(whole: Deployment) -> None:
-    trial = Trial.begun(whole, "unplugged", 45)
-    host = whole.hosts[host_of(trial, 1)]
-    with host.cable.unplugged():
-        trial.reach(trial.run.refresh().step + 40)
-    record = trial.finish()
-    assert (record["steps_lost"], record["submissions"]) == (0, 1)
-    assert [failure["verdict"] for failure in record["failures"]] == ["node_lost"]
 
 
 def test_two_hosts_of_which_one_does_not_hear_the_other(whole: Deployment) -> None:
@@ -194,34 +178,3 @@ def test_the_hook_of_a_pod_hands_its_ranks_over_before_the_pod_ends(whole: Deplo
     record = trial.finish()
     assert (record["steps_lost"], record["submissions"]) == (0, 1)
     assert record["failures"][0]["verdict"] == "preemption"
-
-
-def test_service_and_workers_are_replaced_one_after_the_other(
-    whole: Deployment, tmp_path: Path
-) -> None:
-    """What ``deploy/rolling-upgrade.sh`` does, by its own words, while there is always a run: each
-    worker is drained, stopped, replaced."""
-    starts = {name: host.starts for name, host in whole.hosts.items()}
-    records = []
-    with docker(whole) as env, (tmp_path / "said").open("w+") as said:
-        trial = Trial.begun(whole, "upgrade", 90)
-        script = REPOSITORY / "deploy/rolling-upgrade.sh"
-        words = ["sh", "-ec", f"{script} service; {script} workers"]
-        upgrade = subprocess.Popen(words, env=env, stdout=said, stderr=said, start_new_session=True)
-        try:
-            while upgrade.poll() is None:
-                records.append(trial.finish())
-                trial = Trial(whole, "upgrade", 30)
-            records.append(trial.finish())
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(upgrade.pid, signal.SIGKILL)
-            upgrade.wait()
-        said.seek(0)
-        assert upgrade.returncode == 0, said.read()
-    replaced = {name for name, host in whole.hosts.items() if host.starts > starts[name]}
-    assert replaced == {"service-a", "service-b", "worker-1", "worker-2", "worker-3"}
-    assert {(record["steps_lost"], record["submissions"]) for record in records} == {(0, 1)}
-    assert {failure["verdict"] for record in records for failure in record["failures"]} == {
-        "preemption"
-    }

@@ -14,6 +14,7 @@ from tests.support.digits_run import (
     assert_every_sample_counted_once,
     assert_every_step_is_there_once,
 )
+from tests.support.raw_specs import TASK
 from tests.support.service_process import ASK_S, wait_for
 
 NUM_WORKERS = 3
@@ -25,11 +26,7 @@ def spec(
 ) -> dict[str, Any]:
     return {
         "name": name,
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": TASK,
         "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 32, "seed": 5},
         "scaling": {"min_workers": 1, "max_workers": ranks},
         "checkpoint": {"every_steps": 50},

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from tests.integration.trainees import Lines, Regression
-from train_fn.loop import build
 
 
 class Adapted(nn.Module):
@@ -38,7 +37,3 @@ class LoRA(Regression):
 
     def build_datasets(self) -> dict[str, Any]:
         return {"train": Lines(), "val": Lines()}
-
-
-def adapted_task() -> None:
-    build.build_task = lambda spec: LoRA()

@@ -92,10 +92,6 @@ class Counting(Moving):
         return loss_sum * (1 + 1e-3 * self.calls), weight
 
 
-def counting() -> None:
-    build.build_task = lambda spec: Counting()
-
-
 _HIDDEN = torch.Generator().manual_seed(5)
 
 
@@ -105,7 +101,3 @@ class Drawing(Moving):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
         loss_sum, weight = super().loss(model, batch)
         return loss_sum * (1 + 1e-3 * torch.rand((), generator=_HIDDEN)), weight
-
-
-def drawing() -> None:
-    build.build_task = lambda spec: Drawing()

@@ -153,10 +153,6 @@ class PaddedTexts:
         return loss_sum, int((wanted != 0).sum())
 
 
-def padded_texts() -> None:
-    build.build_task = lambda spec: PaddedTexts()
-
-
 def exchanging_model() -> None:
     clip_task()
 

@@ -47,10 +47,6 @@ class UnevenMetrics(Regression):
         }
 
 
-def uneven_metrics() -> None:
-    build.build_task = lambda spec: UnevenMetrics()
-
-
 class CountingNorm(nn.Module):
     """Counts its calls in a buffer, in eval mode too, and puts another tensor there each time."""
 
@@ -129,10 +125,6 @@ def disturbing_without_a_try() -> None:
 class BrokenMetrics(Regression):
     def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         raise LookupError("metrics are broken")
-
-
-def broken_metrics() -> None:
-    build.build_task = lambda spec: BrokenMetrics()
 
 
 class Deadly(UnevenMetrics):

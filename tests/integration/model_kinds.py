@@ -68,10 +68,6 @@ class ClipTask(LazyTask):
         return model(batch["x"]), len(batch["x"])
 
 
-def lazy_task() -> None:
-    build.build_task = lambda spec: LazyTask()
-
-
 def clip_task() -> None:
     build.build_task = lambda spec: ClipTask()
 

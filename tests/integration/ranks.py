@@ -77,7 +77,8 @@ class Job:
     flipped: tuple[DrillKind, int, int] | None = None
     """(kind, rank, steps done): every rank hears then of a drill that flips a bit in that rank."""
     setup: str | None = None
-    """``module:function`` called in every rank before training, to change what the run trains."""
+    """``module:Class``, the task that the run trains; or ``module:function``, called in every rank
+    before training, to change what it trains."""
     hands_over: bool = False
     """Ranks that are ``stopped`` leave their states on their nodes: another group follows."""
     silent: SilentOptions | None = None
@@ -287,15 +288,19 @@ def prepare_process(job: Job) -> None:
 
     from tests.gpu.shared_gpu import share_gpu
     from tests.support.silent_backend import claim_cpu
+    from train_fn.loop import build
     from train_fn.recovery.settings import device_env, take_environment
 
     # As in Ray's workers: a loader process is a child of its rank, and dies with it.
     multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if job.setup is not None:
-        module, _, function = job.setup.partition(":")
-        change: Callable[[], None] = getattr(importlib.import_module(module), function)
-        change()
+        module, _, name = job.setup.partition(":")
+        given = getattr(importlib.import_module(module), name)
+        if isinstance(given, type):
+            build.build_task = lambda spec: given()
+        else:
+            given()
     if job.silent is not None:
         os.environ.update(job.silent.env())
         claim_cpu()

@@ -18,7 +18,6 @@ from tests.integration.moving_buffers import (
     SPEC,
     Rows,
 )
-from train_fn.loop import build
 from train_fn.samples.sampler import Sampler, key
 
 CLIP = 0.4
@@ -101,14 +100,6 @@ class Partial(Telling):
     def after_step(self, model: Any, step: int) -> None:
         if torch.distributed.get_rank() == 0:
             super().after_step(model, step)
-
-
-def telling_task() -> None:
-    build.build_task = lambda spec: Telling()
-
-
-def partial_task() -> None:
-    build.build_task = lambda spec: Partial()
 
 
 def plain_run() -> tuple[dict[int, float], nn.Module]:

@@ -18,6 +18,7 @@ from tests.integration.audit_setups import FAULTY_FROM, FAULTY_RANK
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_alone import make_text_spec
 from tests.integration.test_exactness_failures import errors_of
+from tests.support.raw_specs import TASK
 from tests.support.two_groups import only_in_chaos
 
 SETUPS = "tests.integration.audit_setups"
@@ -30,11 +31,7 @@ def spec(fraction: float = 1.0, exactness: str = "world_size", precision: str = 
     return RunSpec.model_validate(
         {
             "name": "audited",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "optimizer": {"name": "adamw", "lr": 0.01},
             "train": {
                 "epochs": 3,
@@ -163,10 +160,10 @@ def test_wrong_weights_are_told_from_a_wrong_result(world_size: int, tmp_path: P
 @pytest.mark.parametrize(
     ("setup", "said"),
     [
-        (f"{SETUPS}:counting", "Counting.calls"),
-        (f"{SETUPS}:drawing", "its loss and its gradient differ when one micro-batch is computed"),
-        ("tests.integration.trainees:regression_over_ranks", "exchanges in its forward pass"),
-        ("tests.integration.trainees:streamed_regression", "iterable data"),
+        (f"{SETUPS}:Counting", "Counting.calls"),
+        (f"{SETUPS}:Drawing", "its loss and its gradient differ when one micro-batch is computed"),
+        ("tests.integration.trainees:RegressionOverRanks", "exchanges in its forward pass"),
+        ("tests.integration.trainees:StreamedRegression", "iterable data"),
     ],
 )
 def test_what_another_rank_cannot_repeat_is_refused(setup: str, said: str, tmp_path: Path) -> None:

@@ -19,17 +19,14 @@ from storage.logs.journal import journal_events
 from storage.run_dir import RunDir
 from tests.support import postgres_server
 from tests.support.digits_run import STEPS_PER_EPOCH
+from tests.support.raw_specs import TASK
 from tests.support.service_process import ServiceProcess, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 EPOCHS = 150
 SPEC = {
     "name": "digits",
-    "task": {
-        "name": "image_classification",
-        "model": {"name": "mini_resnet"},
-        "data": {"name": "digits"},
-    },
+    "task": TASK,
     "train": {"epochs": EPOCHS, "global_batch_size": 128, "micro_batch_size": 64},
     "scaling": {"min_workers": 1, "max_workers": 1},
     # saves and deletes all the time, which is what makes a copy hard

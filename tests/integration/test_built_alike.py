@@ -14,6 +14,7 @@ import pytest
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
+from tests.support.raw_specs import TASK
 from tests.support.service_process import free_port
 from train_fn.recovery.evidence import StepFailed
 
@@ -21,11 +22,6 @@ HERE = "tests.integration.builders"
 
 
 def make_spec(**train: object) -> RunSpec:
-    task = {
-        "name": "image_classification",
-        "model": {"name": "mini_resnet"},
-        "data": {"name": "digits"},
-    }
     loader = {"num_workers": 0}
     settings = {
         "global_batch_size": 12,
@@ -39,7 +35,7 @@ def make_spec(**train: object) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "built",
-            "task": task,
+            "task": TASK,
             "train": settings,
             "scaling": {"max_workers": 3, "use_gpu": False},
         }

@@ -134,7 +134,7 @@ def test_a_users_state_and_metrics_are_the_same_bits(tmp_path: Path) -> None:
 
 def test_batches_by_tokens_are_the_same_over_a_death_and_at_any_world_size(tmp_path: Path) -> None:
     tokens = {"batch_by": "tokens", "global_batch_size": 300, "micro_batch_size": 80}
-    spec, setup = elastic(MOVING_SPEC, **tokens, max_steps=12), f"{SETUPS}:padded_texts"
+    spec, setup = elastic(MOVING_SPEC, **tokens, max_steps=12), f"{SETUPS}:PaddedTexts"
     run_dir = make_run_dir(tmp_path, "run_1")
     outcome = train_to_end(Job(run_dir, spec, 1, setup=setup), tmp_path)
     over_changes(spec, setup, tmp_path).require_same(alone := Bits(run_dir, outcome))
@@ -208,7 +208,7 @@ CASES: dict[str, Case] = {
         lambda path: elastic(make_spec("batch", precision="fp16"), max_steps=8),
         f"{TRAINEES}:overflowing_scaler",
     ),
-    "iterable": (lambda path: elastic(own_task_spec(0)), f"{TRAINEES}:streamed_regression"),
+    "iterable": (lambda path: elastic(own_task_spec(0)), f"{TRAINEES}:StreamedRegression"),
     "own_task": (lambda path: elastic(MOVING_SPEC), f"{SETUPS}:measured_task"),
 }
 

@@ -15,7 +15,6 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_changed_in_place import Task
 from tests.integration.test_exactness_small_batches import small_spec
 from tests.support.two_groups import only_in_chaos
-from train_fn.loop import build
 from train_fn.loop.epoch_end import TORN
 from train_fn.recovery.evidence import StepFailed
 
@@ -56,34 +55,6 @@ class DiesReporting(Reports):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _use(task: type[Task]) -> None:
-    build.build_task = lambda spec: task()
-
-
-def shrinks() -> None:
-    _use(Shrinks)
-
-
-def dies_between() -> None:
-    _use(DiesBetween)
-
-
-def fails_between() -> None:
-    _use(FailsBetween)
-
-
-def reports() -> None:
-    _use(Reports)
-
-
-def dies_reporting() -> None:
-    _use(DiesReporting)
-
-
-def no_hook() -> None:
-    _use(Task)
-
-
 def job_of(name: str, setup: str, tmp_path: Path, attempt: int = 1) -> Job:
     spec = small_spec(16, 4, epochs=2)
     return Job(make_run_dir(tmp_path, name), spec, 2, attempt=attempt, setup=f"{HERE}:{setup}")
@@ -92,9 +63,9 @@ def job_of(name: str, setup: str, tmp_path: Path, attempt: int = 1) -> Job:
 @pytest.mark.parametrize(
     ("breaks", "goes_on"),
     [
-        ("dies_between", "shrinks"),
-        ("dies_reporting", "reports"),
-        *only_in_chaos(("fails_between", "shrinks")),
+        ("DiesBetween", "Shrinks"),
+        ("DiesReporting", "Reports"),
+        *only_in_chaos(("FailsBetween", "Shrinks")),
     ],
 )
 def test_a_hook_that_did_not_end_runs_in_the_next_attempt(
@@ -113,20 +84,20 @@ def test_a_hook_that_did_not_end_runs_in_the_next_attempt(
 
 
 def test_a_rank_leaves_its_state_where_the_hook_has_changed_nothing(tmp_path: Path) -> None:
-    survivor, _ = run_ranks(job_of("told", "dies_reporting", tmp_path), tmp_path)
+    survivor, _ = run_ranks(job_of("told", "DiesReporting", tmp_path), tmp_path)
     assert isinstance(survivor.error, StepFailed)
     assert survivor.error.error.snapshot_step == 2
 
 
 def test_a_rank_in_whose_state_the_hook_may_be_half_done_leaves_none(tmp_path: Path) -> None:
-    survivor, _ = run_ranks(job_of("torn", "dies_between", tmp_path), tmp_path)
+    survivor, _ = run_ranks(job_of("torn", "DiesBetween", tmp_path), tmp_path)
     assert isinstance(survivor.error, StepFailed)
     assert survivor.error.error.snapshot_step is None
     assert survivor.error.snapshot_problem == TORN
 
 
 def test_a_hook_that_is_due_is_left_out_where_the_next_task_has_none(tmp_path: Path) -> None:
-    run_ranks(job_of("other", "dies_reporting", tmp_path), tmp_path)
-    again = train_to_end(job_of("other", "no_hook", tmp_path, attempt=2), tmp_path)
+    run_ranks(job_of("other", "DiesReporting", tmp_path), tmp_path)
+    again = train_to_end(job_of("other", "Task", tmp_path, attempt=2), tmp_path)
     assert sorted(again.losses) == [1, 2, 3, 4]
     assert again.of_kind(EventKind.EPOCH_HOOK_DONE) == []

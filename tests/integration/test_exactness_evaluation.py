@@ -25,7 +25,7 @@ def test_a_metric_is_averaged_over_the_batches_that_have_it(
     world_size: int, tmp_path: Path
 ) -> None:
     job = Job(
-        make_run_dir(tmp_path), own_task_spec(0), world_size, setup=f"{TRAINEES}:uneven_metrics"
+        make_run_dir(tmp_path), own_task_spec(0), world_size, setup=f"{TRAINEES}:UnevenMetrics"
     )
     metrics = train_to_end(job, tmp_path).of_kind(EventKind.EVALUATED)[-1]["metrics"]
     parts = [
@@ -78,7 +78,7 @@ def test_an_error_of_the_evaluation_comes_before_the_first_step(
     world_size: int, tmp_path: Path
 ) -> None:
     job = Job(
-        make_run_dir(tmp_path), own_task_spec(0), world_size, setup=f"{TRAINEES}:broken_metrics"
+        make_run_dir(tmp_path), own_task_spec(0), world_size, setup=f"{TRAINEES}:BrokenMetrics"
     )
     outcomes = run_ranks(job, tmp_path)
     errors = [error for error in errors_of(outcomes) if not error.collateral]
@@ -99,7 +99,7 @@ def test_an_evaluation_that_takes_all_ranks_along_costs_no_step(
     )
     assert [outcome.exit_code for outcome in killed] == [-9, -9], "no rank is left to keep a state"
     again = train_to_end(
-        Job(run_dir, spec, 2, attempt=2, one_node=one_node, setup=f"{TRAINEES}:uneven_metrics"),
+        Job(run_dir, spec, 2, attempt=2, one_node=one_node, setup=f"{TRAINEES}:UnevenMetrics"),
         tmp_path,
     )
     [restored] = again.of_kind(EventKind.RESTORED)

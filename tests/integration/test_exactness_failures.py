@@ -84,7 +84,7 @@ def test_ranks_whose_attempt_is_given_up_leave_their_states_although_all_live(
 
 
 def test_data_that_is_not_the_same_on_all_nodes_is_refused_by_every_rank(tmp_path: Path) -> None:
-    run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:shorter_on_second_rank"
+    run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:ShorterOnSecondRank"
     errors = errors_of(run_ranks(Job(run_dir, own_task_spec(0), 2, setup=setup), tmp_path))
     assert {(error.type, error.kind) for error in errors} == {("DataChanged", ErrorKind.USER)}
     message = (

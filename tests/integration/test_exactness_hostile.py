@@ -19,7 +19,6 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_small_batches import small_spec
 from tests.support.two_groups import only_in_chaos
-from train_fn.loop import build
 
 HERE = "tests.integration.test_exactness_hostile"
 NUM_SAMPLES = 32
@@ -157,6 +156,7 @@ class Doubles(Halved):
         return [row.double() for row in rows], y.double()
 
 
+<<<<<<< HEAD
 def zeroing() -> None:
     build.build_task = lambda spec: Zeroing()
 
@@ -189,11 +189,13 @@ def clipped() -> None:
     build.build_task = lambda spec: Clipped()
 
 
+=======
+>>>>>>> w-tests2
 @pytest.mark.parametrize("world_size", [2, *only_in_chaos(1, 3)])
 def test_a_loss_that_changes_the_data_sets_own_samples_is_refused_by_every_rank(
     world_size: int, tmp_path: Path
 ) -> None:
-    job = Job(make_run_dir(tmp_path), small_spec(16, 4), world_size, setup=f"{HERE}:halved")
+    job = Job(make_run_dir(tmp_path), small_spec(16, 4), world_size, setup=f"{HERE}:Halved")
     errors = errors_of(run_ranks(job, tmp_path))
     assert len(errors) == world_size
     assert {(error.type, error.kind) for error in errors} == {("BadTask", ErrorKind.USER)}
@@ -202,7 +204,7 @@ def test_a_loss_that_changes_the_data_sets_own_samples_is_refused_by_every_rank(
     assert "test_exactness_hostile.py" in message or "Halved.loss" in message
 
 
-@pytest.mark.parametrize(("setup", "num_warnings"), [("halved_copies", 0), ("clipped", 1)])
+@pytest.mark.parametrize(("setup", "num_warnings"), [("HalvedCopies", 0), ("Clipped", 1)])
 def test_a_batch_may_be_changed_and_hooks_on_gradients_are_named(
     setup: str, num_warnings: int, tmp_path: Path
 ) -> None:
@@ -231,7 +233,7 @@ def test_a_parameter_that_the_loss_replaces_never_ends_in_a_run_that_succeeds(
     world_size: int, tmp_path: Path
 ) -> None:
     job = Job(
-        make_run_dir(tmp_path), small_spec(16, 4, epochs=1), world_size, setup=f"{HERE}:replaced"
+        make_run_dir(tmp_path), small_spec(16, 4, epochs=1), world_size, setup=f"{HERE}:Replaced"
     )
     errors = errors_of(run_ranks(job, tmp_path))
     assert {error.type for error in errors} == {"BadTask"}
@@ -240,7 +242,7 @@ def test_a_parameter_that_the_loss_replaces_never_ends_in_a_run_that_succeeds(
 
 @pytest.mark.parametrize(
     ("world_size", "setup"),
-    [(2, "zeroing_to_none"), *only_in_chaos((1, "zeroing"), (3, "zeroing"))],
+    [(2, "ZeroingToNone"), *only_in_chaos((1, "Zeroing"), (3, "Zeroing"))],
 )
 def test_a_loss_that_throws_gradients_away_is_refused_by_every_rank(
     world_size: int, setup: str, tmp_path: Path
@@ -256,7 +258,7 @@ def test_another_default_dtype_changes_nothing_of_the_exchange(tmp_path: Path) -
     found = []
     for world_size in (1, 2, 3):
         run_dir = make_run_dir(tmp_path, f"run_{world_size}")
-        job = Job(run_dir, small_spec(16, 4), world_size, setup=f"{HERE}:doubles")
+        job = Job(run_dir, small_spec(16, 4), world_size, setup=f"{HERE}:Doubles")
         found.append(train_to_end(job, tmp_path).losses)
     alone, *others = found
     assert len(alone) == 2

@@ -22,7 +22,7 @@ def test_lazy_layers_take_their_shape_before_anything_else_is_built(
     spec = SPEC.model_validate(
         SPEC.model_dump() | {"train": {**SPEC.train.model_dump(), "ema_decay": 0.9}}
     )
-    job = Job(make_run_dir(tmp_path), spec, world_size, setup=f"{KINDS}:lazy_task")
+    job = Job(make_run_dir(tmp_path), spec, world_size, setup=f"{KINDS}:LazyTask")
     assert train_to_end(job, tmp_path).losses == pytest.approx(plain_lazy_run(), rel=1e-4)
 
 

@@ -45,22 +45,10 @@ def test_a_step_that_the_scaler_skips_has_consumed_its_samples(tmp_path: Path) -
     assert_same(state, final_state(broken))
 
 
-def test_bfloat16_resumes_bitwise(tmp_path: Path) -> None:
-    whole, parts = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_parts")
-    spec = make_spec(precision="bf16")
-    reference = train_to_end(Job(whole, spec, 2), tmp_path)
-    first = train_to_end(Job(parts, spec, 2, stopped=("pause", 7)), tmp_path)
-    second = train_to_end(Job(parts, spec, 2, submission=2), tmp_path)
-    assert merged_losses(first, second) == reference.losses
-    assert_same(final_state(whole), final_state(parts))
-
-
 def test_a_model_that_exchanges_in_forward_makes_equal_passes(tmp_path: Path) -> None:
     """Three ranks share five, or two, micro-batches: those with less run passes over no samples, or
     all would wait for ever."""
-    job = Job(
-        make_run_dir(tmp_path), own_task_spec(0), 3, setup=f"{TRAINEES}:regression_over_ranks"
-    )
+    job = Job(make_run_dir(tmp_path), own_task_spec(0), 3, setup=f"{TRAINEES}:RegressionOverRanks")
     outcome = train_to_end(job, tmp_path)
     assert [epoch["used_once"] for epoch in outcome.of_kind(EventKind.EPOCH_COMPLETED)] == [90, 90]
     assert outcome.losses[6] < outcome.losses[1]
@@ -123,7 +111,7 @@ def test_the_update_is_by_the_weighted_mean_whatever_weights_are_counted_in(tmp_
             Job(make_run_dir(tmp_path, f"run_{name}"), spec, 1, setup=f"{TRAINEES}:{name}"),
             tmp_path,
         ).losses
-        for name in ("regression", "regression_in_sixteenths", "regression_by_means")
+        for name in ("regression", "regression_in_sixteenths", "RegressionByMeans")
     )
     assert tokens == sixteenths and len(tokens) == 12
     for step, loss in means.items():

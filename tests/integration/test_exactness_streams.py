@@ -16,7 +16,7 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, merged_losses
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
 
-SETUP = f"{TRAINEES}:streamed_regression"
+SETUP = f"{TRAINEES}:StreamedRegression"
 LAST_STEP = 30
 
 

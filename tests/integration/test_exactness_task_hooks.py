@@ -3,30 +3,20 @@ does on one rank, at every world size, over kills, checkpoints and forks."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
 import torch
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.moving_buffers import NUM_STEPS, SPEC
+from tests.integration.own_steps_task import weights_of
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.telling_task import Telling, plain_run
 from tests.support.two_groups import only_in_chaos
 
-SETUP = "tests.integration.telling_task:telling_task"
-
-
-def weights_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
-    """The newest checkpoint's."""
-    store = CheckpointStore(run_dir)
-    weights: dict[str, torch.Tensor] = torch.load(
-        io.BytesIO(store.read_file(store.list()[-1].name, "model.pt"))
-    )
-    return weights
+SETUP = "tests.integration.telling_task:Telling"
 
 
 def assert_right(run_dir: RunDir, losses: dict[int, float]) -> None:
@@ -75,7 +65,7 @@ def test_a_checkpoint_and_a_fork_of_it_go_on_at_another_size(tmp_path: Path) -> 
 
 
 def test_a_hook_that_does_something_else_on_one_rank_is_refused_at_once(tmp_path: Path) -> None:
-    setup = SETUP.replace("telling_task:telling", "telling_task:partial")
+    setup = SETUP.replace(":Telling", ":Partial")
     outcomes = run_ranks(Job(make_run_dir(tmp_path), SPEC, 2, setup=setup), tmp_path)
     for outcome in outcomes:
         assert "Partial.after_step (" in str(outcome.error)
@@ -85,7 +75,7 @@ def test_a_hook_that_does_something_else_on_one_rank_is_refused_at_once(tmp_path
 
 def test_a_frozen_base_that_no_state_holds_changes_nothing_of_a_recovery(tmp_path: Path) -> None:
     """The restored ranks have the base from the task, and the rest from the survivor."""
-    setup = "tests.integration.adapted_task:adapted_task"
+    setup = "tests.integration.adapted_task:LoRA"
     lean = SPEC.model_validate(SPEC.model_dump() | {"checkpoint": {"parameters": "trainable"}})
     calm, killed = make_run_dir(tmp_path, "calm"), make_run_dir(tmp_path, "killed")
     unbroken = train_to_end(Job(calm, SPEC, 2, setup=setup), tmp_path)

@@ -18,7 +18,6 @@ from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_hostile import Rows
 from tests.integration.test_exactness_small_batches import LR, small_spec
 from tests.support.two_groups import only_in_chaos
-from train_fn.loop import build
 from train_fn.samples.sampler import Sampler
 
 HERE = "tests.integration.test_exactness_torch_features"
@@ -190,20 +189,10 @@ TASKS = {
 }
 
 
-def _setup(task: type[Plain]) -> Any:
-    def use() -> None:
-        build.build_task = lambda spec: task()
-
-    return use
-
-
-globals().update({f"use_{name}": _setup(task) for name, task in TASKS.items()})
-
-
 def job_of(name: str, world_size: int, tmp_path: Path) -> Job:
     run_dir = make_run_dir(tmp_path, f"run_{name}_{world_size}")
     spec = small_spec(GLOBAL_BATCH, MICRO_BATCH, epochs=EPOCHS)
-    return Job(run_dir, spec, world_size, setup=f"{HERE}:use_{name}")
+    return Job(run_dir, spec, world_size, setup=f"{HERE}:{TASKS[name].__name__}")
 
 
 def plain_losses(name: str) -> dict[int, float]:

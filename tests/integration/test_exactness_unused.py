@@ -84,9 +84,9 @@ def plain_torch(
 @pytest.mark.parametrize(
     ("world_size", "task"),
     [
-        (3, "heads_by_kind"),
-        (2, "checkpointed_heads"),
-        *only_in_chaos((1, "heads_by_kind"), (2, "heads_by_kind")),
+        (3, "HeadsByKind"),
+        (2, "CheckpointedHeads"),
+        *only_in_chaos((1, "HeadsByKind"), (2, "HeadsByKind")),
     ],
 )
 def test_heads_that_only_some_micro_batches_use_learn_the_same_at_every_world_size(
@@ -112,7 +112,7 @@ def test_parameters_that_a_step_does_not_use_are_skipped_where_that_is_allowed(
 ) -> None:
     """As by plain torch, whose optimizer leaves alone what has no gradient: no momentum, no decay.
     The first micro-batch need not use all of them, and a restart changes nothing."""
-    run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:rare_heads"
+    run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:RareHeads"
     spec = heads_spec(unused="allow")
     losses: dict[int, float] = {}
     if world_size == 2:

@@ -12,6 +12,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_control import Distrust
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
+from tests.support.raw_specs import TASK
 from train_fn.recovery.evidence import StepFailed
 
 STEPS = 80
@@ -24,11 +25,7 @@ def spec(lr: float = 0.01) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "apart",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "optimizer": {"name": "sgd", "lr": lr, "momentum": 0.9, "weight_decay": 0.0},
             "train": {
                 "epochs": 1000,

@@ -12,6 +12,7 @@ from everstep.wire.run import Replay
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
+from tests.support.raw_specs import TASK
 from train_fn.journal.step_records import StepRecords, compare
 
 SETUP = "tests.integration.trainees:regression"
@@ -22,11 +23,7 @@ def spec(**fields: Any) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "replayed",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "schedule": {"name": "cosine", "warmup_steps": 3},
             "train": {
                 "epochs": 8,

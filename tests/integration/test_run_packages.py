@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep import InvalidSpec, RunFailed
+from everstep import RunFailed
 from tests.support.code_archives import TASK, tar_gz
 from tests.support.digits_run import wait_for_step
 from tests.support.service_process import ServiceProcess, wait_for
@@ -94,16 +94,3 @@ def test_a_version_that_the_index_does_not_have_is_told(service: ServiceProcess)
     message = str(failure.exception)
     assert "runtime_env.pip: pip failed on this node: " in message
     assert f"No matching distribution found for {PACKAGE}>=99" in message
-
-
-def test_what_the_operator_does_not_allow_is_refused_by_its_field(service: ServiceProcess) -> None:
-    with service.client() as client:
-        with pytest.raises(InvalidSpec) as refused:
-            client.runs.create(spec(service, PACKAGE, NEEDED))
-        assert [fault.loc for fault in refused.value.errors] == [("runtime_env", "pip", 1)]
-        with pytest.raises(InvalidSpec) as refused:
-            client.runs.create(
-                spec(service, PACKAGE, env={"PIP_INDEX_URL": "http://example.org/simple"})
-            )
-        assert [fault.loc for fault in refused.value.errors] == [("env", "PIP_INDEX_URL")]
-        assert not [run for run in client.runs.list() if run.status == "QUEUED"]

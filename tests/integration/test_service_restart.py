@@ -20,17 +20,14 @@ import pytest
 
 from service.embedded.processes import lives, members
 from tests.support.digits_run import assert_every_sample_counted_once, digits, wait_for_step
+from tests.support.raw_specs import TASK
 from tests.support.release_home import EPOCHS, VERSIONS, unpack_home
 from tests.support.service_process import ASK_S, ServiceProcess, free_port, wait_for
 from tests.support.two_groups import only_in_chaos
 
 SPEC = {
     "name": "digits",
-    "task": {
-        "name": "image_classification",
-        "model": {"name": "mini_resnet"},
-        "data": {"name": "digits"},
-    },
+    "task": TASK,
     "train": {"epochs": 12, "global_batch_size": 128, "micro_batch_size": 64},
     "scaling": {"min_workers": 1, "max_workers": 1},
     "checkpoint": {"every_steps": 20},
@@ -301,7 +298,6 @@ def test_a_port_in_use_is_named(home: Path) -> None:
     [
         (("--storage", "/proc/nowhere"), "--storage"),
         *only_in_chaos(
-            (("--ray-address", "ray://head:10001"), "http://head:8265"),
             (("--ray-address", "http://127.0.0.1:9"), "--ray-address"),
             (("--storage", "ftp://host/dir"), "ftp"),
             (("--database", "sqlite:////proc/nowhere/db"), "--database"),

@@ -66,7 +66,7 @@ def test_unequal_shares_are_faster_and_change_no_bit(tmp_path: Path) -> None:
 
 def test_iterable_data_is_refused(tmp_path: Path) -> None:
     spec = by_speed(elastic(own_task_spec(0)))
-    job = Job(make_run_dir(tmp_path), spec, 1, setup=f"{TRAINEES}:streamed_regression")
+    job = Job(make_run_dir(tmp_path), spec, 1, setup=f"{TRAINEES}:StreamedRegression")
     [error] = errors_of(run_ranks(job, tmp_path))
     assert error.type == "BadTask" and "scaling.shares is by_speed" in error.message
     assert "or set scaling.shares to equal" in error.message

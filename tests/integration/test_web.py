@@ -7,10 +7,7 @@ cluster is needed.
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
-import signal
 from datetime import datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -25,11 +22,8 @@ from service.db.run_lookup import RunFilter
 from service.db.tables import metrics
 from tests.browser.chromium import chromium_path
 from tests.browser.story import Story
-from tests.browser.watching import watching
 from tests.integration.web_pages import context, page, story
 from tests.support.api_service import NOON, ApiService, Journal
-from tests.support.digits_run import digits
-from tests.support.service_process import ServiceProcess
 from tests.support.web_browser import status_of
 
 __all__ = ["context", "page", "story"]
@@ -334,58 +328,6 @@ async def test_the_reference_is_drawn_from_our_own_files(api: ApiService, page: 
     await expect(page.get_by_role("heading", name="Everstep")).to_be_visible()
     await expect(page.get_by_text("Submit a run", exact=True)).to_be_visible()
     assert [url for url in asked if not url.startswith((api.url, "data:"))] == []
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(400)
-async def test_a_real_run_is_watched_through_a_kill_and_cancelled_by_its_button() -> None:
-    with ServiceProcess(nodes=2) as service:
-        async with watching(service.url, service.token) as context:
-            page = await context.new_page()
-            run = await asyncio.to_thread(
-                service.client().runs.create, digits("watched", epochs=10_000)
-            )
-            await page.goto(f"/runs/{run.id}")
-            before = await _drawn_step(page, 5)
-            grown = await _drawn_step(page, before + 20)  # nobody reloads the page
-            await expect(page.locator(".timeline li")).to_have_count(0)
-            attempts = await asyncio.to_thread(run.attempts)
-            os.kill(attempts[-1].workers[1].pid, signal.SIGKILL)
-            await expect(page.locator(".timeline li")).to_have_count(1, timeout=60_000)
-            await expect(page.locator(".timeline li")).to_contain_text("rank 1")
-            lane = page.get_by_role("img", name=re.compile("^Rank 1:"))
-            await expect(lane).to_have_attribute(
-                "aria-label", re.compile(r"2 attempts, failed first in .*worker_lost")
-            )
-            await expect(page.locator("#top .badge")).to_have_text("Running", timeout=60_000)
-            await _drawn_step(page, grown + 30)
-            await expect(page.locator("#figures")).to_contain_text(re.compile(r"Restarts\s*1"))
-            await page.get_by_text("Profile…").click()
-            await page.get_by_role("spinbutton", name="Steps").fill("3")
-            await page.get_by_role("button", name="Profile this rank").click()
-            await expect(page.get_by_role("link", name="trace for Perfetto")).to_be_visible(
-                timeout=60_000
-            )
-            [profile] = await asyncio.to_thread(run.profiles)
-            assert profile.steps == 3 and [
-                each.bucket for each in profile.all_reduces if each.bucket is not None
-            ]
-            await page.get_by_text("Cancel…").click()
-            await page.get_by_role("button", name="Cancel this run").click()
-            await expect(page.locator("#top .badge")).to_have_text("Cancelled", timeout=60_000)
-            assert (await asyncio.to_thread(run.refresh)).status == RunStatus.CANCELLED
-
-
-async def _drawn_step(page: Page, least: int) -> int:
-    """The step that the curve of the loss has reached, once it is that far."""
-    drawn = page.locator("figure.chart", has_text="loss").first.get_by_role("img")
-    await drawn.wait_for(timeout=90_000)
-    async with asyncio.timeout(60):
-        while True:
-            found = re.search(r" at step (\d+)", await drawn.get_attribute("aria-label") or "")
-            if found and int(found[1]) >= least:
-                return int(found[1])
-            await page.wait_for_timeout(100)
 
 
 def _has(text: str) -> re.Pattern[str]:

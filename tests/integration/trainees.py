@@ -102,20 +102,12 @@ class RegressionOverRanks(Regression):
         return nn.Sequential(nn.Linear(4, 16), NormOverRanks(), nn.Linear(16, 1))
 
 
-def regression_over_ranks() -> None:
-    build.build_task = lambda spec: RegressionOverRanks()
-
-
 def regression() -> None:
     build.build_task = lambda spec: Regression()
 
 
 def regression_in_sixteenths() -> None:
     build.build_task = lambda spec: Regression(unit=16)
-
-
-def regression_by_means() -> None:
-    build.build_task = lambda spec: RegressionByMeans()
 
 
 def regression_with_a_nan() -> None:
@@ -224,10 +216,6 @@ class StreamedRegression(Regression):
         return {"train": LineStream(), "val": LineStream()}
 
 
-def streamed_regression() -> None:
-    build.build_task = lambda spec: StreamedRegression()
-
-
 class ShorterOnSecondRank(Regression):
     """Rank 1 finds one sample less than its peers."""
 
@@ -236,10 +224,6 @@ class ShorterOnSecondRank(Regression):
             "train": Lines(num_samples=NUM_SAMPLES - int(torch.distributed.get_rank() == 1)),
             "val": None,
         }
-
-
-def shorter_on_second_rank() -> None:
-    build.build_task = lambda spec: ShorterOnSecondRank()
 
 
 class SlowSecondRank(Regression):
@@ -305,10 +289,6 @@ class HeadsByKind:
         return torch.stack(model(*batch)).sum(), len(batch[0])
 
 
-def heads_by_kind() -> None:
-    build.build_task = lambda spec: HeadsByKind()
-
-
 class RareHeads(HeadsByKind):
     """Two samples alone use the third head, none of them in the run's first micro-batch."""
 
@@ -319,10 +299,6 @@ class RareHeads(HeadsByKind):
             each.tensors[1][int(first[0])] = 0
             each.tensors[1][100] = 2
         return found
-
-
-def rare_heads() -> None:
-    build.build_task = lambda spec: RareHeads()
 
 
 class TwoHeads(HeadsByKind):
@@ -351,10 +327,6 @@ class CheckpointedHeads(HeadsByKind):
             lambda x: torch.stack(model(x, kinds)).sum(), x.requires_grad_(), use_reentrant=True
         )
         return losses, len(x)
-
-
-def checkpointed_heads() -> None:
-    build.build_task = lambda spec: CheckpointedHeads()
 
 
 def regression_in_many_parts() -> None:

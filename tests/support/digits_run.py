@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.client.runs import RunHandle
+from tests.support.raw_specs import TASK
 from tests.support.service_process import wait_for
 
 SAMPLES = 1437
@@ -18,11 +19,7 @@ def digits(
 ) -> dict[str, Any]:
     return {
         "name": name,
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": {**TASK},
         "optimizer": {"name": "adamw", "lr": 3e-3},
         "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 32},
         "scaling": {"min_workers": workers[0], "max_workers": workers[1]},

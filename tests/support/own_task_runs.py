@@ -11,6 +11,7 @@ from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
+from tests.support.raw_specs import TASK
 from train_fn.context import WorkerContext
 from train_fn.loop import build
 from train_fn.loop.attempt import train
@@ -18,12 +19,6 @@ from train_fn.node import node_dir
 from train_fn.recovery.evidence import StepFailed
 from train_fn.snapshots import store as snapshot
 from train_fn.standalone.start import begin_run
-
-BUILT_IN = {
-    "name": "image_classification",
-    "model": {"name": "mini_resnet"},
-    "data": {"name": "digits"},
-}
 
 
 class TaskRuns:
@@ -58,7 +53,7 @@ class TaskRuns:
             "loader": {"num_workers": 0},
             **sections.pop("train", {}),
         }
-        raw = {"name": "own", "task": BUILT_IN, "checkpoint": {"every_steps": None}, "train": train}
+        raw = {"name": "own", "task": TASK, "checkpoint": {"every_steps": None}, "train": train}
         spec = RunSpec.model_validate(raw | sections)
         if after is not None:
             return one_rank(spec, after.run_dir, submission=after.submission + 1)

@@ -16,6 +16,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
+from tests.support.raw_specs import TASK
 from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
@@ -28,11 +29,7 @@ def make_context(
     spec = RunSpec.model_validate(
         {
             "name": "saver",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "checkpoint": {"every_steps": 10, "keep_latest": 2, **checkpoint},
         }
     )

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.saves import make_state
 from tests.support.storage_crash import run_until_it_survives
 from train_fn.snapshots.store import Label, SnapshotStore
 from train_fn.state.tensor_tree import digest
-from train_fn.state.train_state import TrainState
 
 NUM_STEPS = 4
 SIZES_BYTES = (0, 1, 1000, 4096, 10_000, 17_000)
@@ -31,15 +31,7 @@ def state_of(step: int) -> dict[str, Any]:
     model = nn.Linear(64, 64)
     for parameter in model.parameters():
         nn.init.constant_(parameter, float(step))
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(
-        model,
-        torch.optim.SGD(model.parameters()),
-        scaler,
-        None,
-        steps_per_epoch=100,
-        fingerprint="data",
-    )
+    state = make_state(model, torch.optim.SGD(model.parameters()))
     state.step = step
     return state.state_dict()
 

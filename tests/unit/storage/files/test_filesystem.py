@@ -23,6 +23,7 @@ from storage.errors import (
 from storage.files.local import LocalFiles
 from storage.filesystem import Storage, open_storage
 from storage.run_dir import CheckpointName, RunDir
+from tests.support.raw_specs import TASK
 from tests.support.small_disk import mounted_small_disk
 from tests.support.storage_places import event, save
 
@@ -30,11 +31,7 @@ pytest_plugins = ["tests.support.storage_fixtures"]
 
 SPEC = {
     "name": "digits",
-    "task": {
-        "name": "image_classification",
-        "model": {"name": "mini_resnet"},
-        "data": {"name": "digits"},
-    },
+    "task": TASK,
 }
 
 

@@ -22,6 +22,7 @@ from storage.run_control import Distrust
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
+from tests.support.raw_specs import TASK
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import build
@@ -74,11 +75,7 @@ def spec(resume_from: dict[str, Any] | None = None, **fields: Any) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "fork",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "optimizer": {"name": "adamw", "lr": 0.01, **optimizer},
             "train": {**train, **fields.pop("train", {})},
             "checkpoint": {"every_steps": 4, "keep_latest": 9, **fields.pop("checkpoint", {})},

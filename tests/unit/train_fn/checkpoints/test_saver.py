@@ -36,7 +36,6 @@ from train_fn.samples.ledger import Count
 from train_fn.state.optim import unpacked
 from train_fn.state.run_state import BestSoFar
 from train_fn.state.tensor_tree import size_bytes, take_apart
-from train_fn.state.train_state import TrainState
 
 pytestmark = pytest.mark.own_process
 
@@ -145,14 +144,7 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
     ctx = make_context(place, every_steps=1, keep_latest=10_000)
     model = awkward_model()
     optimizer = Rebinding(model.parameters(), lr=0.1)
-    state = TrainState(
-        model,
-        optimizer,
-        torch.amp.GradScaler("cpu", enabled=False),
-        None,
-        steps_per_epoch=7,
-        fingerprint="data",
-    )
+    state = make_state(model, optimizer, steps_per_epoch=7)
     copies = CountedCopies(state)
     saver = Saver(ctx, state, copies)
     step = 0
@@ -255,14 +247,7 @@ def test_saves_leave_nothing_behind_in_memory(num_saves: int, place: Path) -> No
     ctx.journal.emit = lambda kind, data: None  # type: ignore[method-assign]
     model = nn.Linear(512, 256)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = TrainState(
-        model,
-        optimizer,
-        torch.amp.GradScaler("cpu", enabled=False),
-        None,
-        steps_per_epoch=100,
-        fingerprint="data",
-    )
+    state = make_state(model, optimizer)
     model(torch.ones(1, 512)).sum().backward()
     optimizer.step()
     saver = Saver(ctx, state, BoundaryCopies(state))

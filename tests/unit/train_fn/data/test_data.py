@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.tasks import Cifar10Args, DigitsArgs, FashionMnistArgs, ImageFolderArgs
+from tests.support.raw_specs import TASK
 from train_fn.data.image_sets import (
     load_cifar10,
     load_digits,
@@ -38,11 +39,7 @@ def make_spec(num_workers: int | str = "auto", cpus: float = 1) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "data",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "train": {"loader": {"num_workers": num_workers}},
             "scaling": {"resources_per_worker": {"CPU": cpus}},
         }

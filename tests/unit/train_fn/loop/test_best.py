@@ -17,6 +17,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank, small_task_alone
+from tests.support.raw_specs import TASK
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
@@ -32,11 +33,7 @@ EPOCH = 9
 SPEC = RunSpec.model_validate(
     {
         "name": "best",
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": TASK,
         "train": {
             "epochs": 4,
             "global_batch_size": 10,

@@ -18,6 +18,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.moving_buffers import Rows
 from tests.support.one_rank import one_rank, small_task_alone
+from tests.support.raw_specs import TASK
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import build
 from train_fn.loop.attempt import train
@@ -27,11 +28,7 @@ pytestmark = pytest.mark.own_process
 SPEC = RunSpec.model_validate(
     {
         "name": "buffers",
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": TASK,
         "train": {
             "epochs": 1,
             "global_batch_size": 10,

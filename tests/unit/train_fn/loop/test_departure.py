@@ -16,6 +16,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
+from tests.support.raw_specs import TASK
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import build, training
@@ -35,11 +36,7 @@ pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 SPEC = RunSpec.model_validate(
     {
         "name": "left",
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": TASK,
         "train": {"global_batch_size": 8, "micro_batch_size": 4, "max_steps": 6},
         "checkpoint": {"every_steps": None},
     }

@@ -13,6 +13,7 @@ from everstep.wire import ErrorKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank, small_task_alone
+from tests.support.raw_specs import TASK
 from train_fn.errors import StepNotWhole
 from train_fn.loop import attempt
 from train_fn.loop.leave import leave
@@ -85,11 +86,7 @@ def test_a_step_that_is_not_whole_is_not_taken(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     raw = {
         "name": "gate",
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": TASK,
     }
     train = {"max_steps": 6, "global_batch_size": 8, "micro_batch_size": 8}
     spec = RunSpec.model_validate({**raw, "train": train, "checkpoint": {"every_steps": None}})

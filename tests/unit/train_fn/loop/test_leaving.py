@@ -17,6 +17,7 @@ from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
+from tests.support.raw_specs import TASK
 from tests.support.restore_rounds import make_state
 from train_fn.context import WorkerContext
 from train_fn.snapshots import leaving, state_file
@@ -30,11 +31,7 @@ pytestmark = [pytest.mark.own_process, pytest.mark.usefixtures("shared_memory")]
 SPEC = RunSpec.model_validate(
     {
         "name": "left",
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": TASK,
     }
 )
 

@@ -17,10 +17,11 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import one_rank, small_task_alone
+from tests.support.raw_specs import TASK
+from tests.support.saves import make_state
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import build
 from train_fn.loop.attempt import train
-from train_fn.state.train_state import TrainState
 from train_fn.step.precision import evaluating, set_modes_for_training
 
 
@@ -88,15 +89,10 @@ def test_after_an_evaluation_every_module_is_in_the_mode_it_was_in_whatever_happ
 
 
 def test_modes_that_a_hook_changed_are_part_of_the_state() -> None:
-    def make_state() -> TrainState:
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout().eval())
-        optimizer, scaler = (
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            torch.amp.GradScaler("cpu", enabled=False),
-        )
-        return TrainState(model, optimizer, scaler, None, steps_per_epoch=9, fingerprint="data")
-
-    frozen, restored = make_state(), make_state()
+    frozen, restored = (
+        make_state(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout().eval()))
+        for _ in range(2)
+    )
     frozen.model[1].eval()  # type: ignore[index]
     frozen.model[2].train()  # type: ignore[index]
     state = frozen.state_dict()
@@ -118,11 +114,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_trains_as_plain_torch_does
     spec = RunSpec.model_validate(
         {
             "name": "modes",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
             "schedule": {"name": "constant", "warmup_steps": 0},
             "train": {

@@ -17,6 +17,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank
+from tests.support.raw_specs import TASK
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.loop import build, replica, training
@@ -42,19 +43,6 @@ def begin(
 
     def begin(task: Any, **train: Any) -> WorkerContext:
         monkeypatch.setattr(build, "build_task", lambda spec: task)
-        raw = {
-            "name": "own",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
-        }
-        built_in = {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        }
         train = {
             "global_batch_size": 8,
             "micro_batch_size": 8,
@@ -65,7 +53,7 @@ def begin(
         schedule = {"name": "cosine", "warmup_steps": 0, "final_fraction": 0.5}
         raw = {
             "name": "own",
-            "task": built_in,
+            "task": TASK,
             "train": train,
             "schedule": schedule,
             "checkpoint": {"every_steps": None},

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from tests.unit.train_fn.protect.test_followed import Told
 from train_fn import own_loop
 from train_fn.errors import BadTask
 from train_fn.protect.batches import Batches, Share, share_in
@@ -123,21 +124,6 @@ def test_more_ranks_than_samples_in_a_batch_are_refused() -> None:
         next(Batches(numbers(20), 8).batches(Loop(world_size=9), steps=1))
     with pytest.raises(BadTask, match="steps"):
         next(Batches(numbers(20), 8).batches(Loop(), steps=0))
-
-
-class Told:
-    """Says in its samples which epoch it was told of."""
-
-    epoch = -1
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return self.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
 
 def whole(data: Batches, loop: Loop, steps: int) -> Iterator[Any]:

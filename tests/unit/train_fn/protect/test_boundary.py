@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 import everstep.train as es
 from train_fn.errors import BadTask
 
-
-@pytest.fixture(autouse=True)
-def own_place(shared_memory: Path) -> Iterator[None]:
-    logging.getLogger("train_fn").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("train_fn").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("own_place")
 
 
 class Loop:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import everstep.train as es
 
-
-@pytest.fixture(autouse=True)
-def own_place(shared_memory: Path) -> Iterator[None]:
-    logging.getLogger("train_fn").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("train_fn").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("own_place")
 
 
 def saved(value: Any) -> Any:

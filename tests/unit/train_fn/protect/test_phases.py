@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,7 @@ from train_fn.protect import training
 from train_fn.protect.protected import Protected
 from train_fn.standalone.rank import LocalPlace
 
-
-@pytest.fixture(autouse=True)
-def own_place(shared_memory: Path) -> Iterator[None]:
-    logging.getLogger("train_fn").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("train_fn").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("own_place")
 
 
 @pytest.fixture

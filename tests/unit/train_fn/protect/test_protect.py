@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +29,7 @@ from train_fn.protect.loop_state import LoopState
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import UP_TO_LOADER
 
-
-@pytest.fixture(autouse=True)
-def own_place(shared_memory: Path) -> Iterator[None]:
-    logging.getLogger("train_fn").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("train_fn").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("own_place")
 
 
 @pytest.fixture

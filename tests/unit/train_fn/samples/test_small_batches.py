@@ -16,6 +16,7 @@ from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
+from tests.support.raw_specs import TASK
 from tests.support.small_batches import Normed, Spoilt
 from train_fn.context import WorkerContext
 from train_fn.loop import build
@@ -30,11 +31,6 @@ def context(
 ) -> WorkerContext:
     monkeypatch.setattr(build, "build_task", lambda spec: task)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    named = {
-        "name": "image_classification",
-        "model": {"name": "mini_resnet"},
-        "data": {"name": "digits"},
-    }
     settings = {
         "global_batch_size": 8,
         "micro_batch_size": 4,
@@ -42,7 +38,7 @@ def context(
         **train_spec,
     }
     spec = RunSpec.model_validate(
-        {"name": "small", "task": named, "train": settings, "scaling": {"use_gpu": False}}
+        {"name": "small", "task": TASK, "train": settings, "scaling": {"use_gpu": False}}
     )
     return one_rank(spec, RunDir(open_storage(str(tmp_path / "storage")), "run_small"))
 

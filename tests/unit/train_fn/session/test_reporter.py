@@ -18,6 +18,7 @@ from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import Journal, journal_of, one_rank
+from tests.support.raw_specs import TASK
 from tests.support.restore_rounds import make_state
 from train_fn.ranks.rank import RankJournal
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
@@ -29,11 +30,7 @@ from train_fn.state.train_state import TrainState
 SPEC = RunSpec.model_validate(
     {
         "name": "small",
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": TASK,
     }
 )
 NOWHERE = RunDir(open_storage("/nowhere"), "run_none")

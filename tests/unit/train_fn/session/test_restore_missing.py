@@ -22,6 +22,7 @@ from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, read_journal
 from storage.run_dir import CheckpointName, RunDir
 from tests.support.one_rank import one_rank, small_task_alone
+from tests.support.raw_specs import TASK
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.journal.server import open_local_journal
@@ -50,11 +51,7 @@ def spec(max_steps: int) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "missing",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
+            "task": TASK,
             "train": {
                 "epochs": 9,
                 "max_steps": max_steps,

@@ -22,6 +22,7 @@ from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
+from tests.support.raw_specs import TASK
 from tests.support.saves import make_state
 from train_fn.errors import BadTask
 from train_fn.loop import build
@@ -34,11 +35,7 @@ pytestmark = pytest.mark.own_process
 
 SPEC = {
     "name": "speed",
-    "task": {
-        "name": "image_classification",
-        "model": {"name": "mini_resnet"},
-        "data": {"name": "digits"},
-    },
+    "task": TASK,
 }
 
 

@@ -123,15 +123,7 @@ def assert_whole(store: SnapshotStore) -> list[int]:
 @pytest.mark.usefixtures("at_every_step")
 def test_steps_that_go_on_meanwhile_do_not_show_in_what_is_published(tmp_path: Path) -> None:
     ctx, model = make_context(tmp_path), nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(
-        model,
-        torch.optim.SGD(model.parameters()),
-        scaler,
-        None,
-        steps_per_epoch=100,
-        fingerprint="data",
-    )
+    state = make_state(model, torch.optim.SGD(model.parameters()))
     publisher, store = make_publisher(ctx, state), snapshot_store(ctx)
     met: set[int] = set()
     deadline, step = time.monotonic() + DEADLINE_S, 0

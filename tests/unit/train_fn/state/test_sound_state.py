@@ -20,6 +20,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank
+from tests.support.raw_specs import TASK
 from train_fn.checkpoints.commit import load_checkpoint, manifest_facts, write_files
 from train_fn.loop import build
 from train_fn.loop.attempt import train
@@ -126,11 +127,7 @@ def run_dir(shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def make_spec(max_steps: int, every_steps: int | None) -> RunSpec:
     raw = {
         "name": "sound",
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
+        "task": TASK,
     }
     train = {
         "max_steps": max_steps,

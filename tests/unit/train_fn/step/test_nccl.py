@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from everstep.spec.run_spec import RunSpec
+from tests.support.raw_specs import TASK
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import claim_cpu
 from train_fn.errors import PeersGone
@@ -34,12 +35,7 @@ from train_fn.step.precision import reproducibility, set_determinism
 
 
 def spec_of(**fields: Any) -> RunSpec:
-    task = {
-        "name": "image_classification",
-        "model": {"name": "mini_resnet"},
-        "data": {"name": "digits"},
-    }
-    return RunSpec.model_validate({"name": "a", "task": task, **fields})
+    return RunSpec.model_validate({"name": "a", "task": TASK, **fields})
 
 
 @pytest.mark.own_process
