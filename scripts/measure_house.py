@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_710,
     "service": 26_786,
     "train_fn": 48_690,
-    "tests": 85_387,
+    "tests": 85_190,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

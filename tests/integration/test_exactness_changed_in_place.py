@@ -138,65 +138,6 @@ class UndeterminedLater(Task):
         return super().loss(model, batch)
 
 
-<<<<<<< HEAD
-def _use(task: type[Task]) -> None:
-    build.build_task = lambda spec: task()
-
-
-def shrinks_in_metrics() -> None:
-    _use(ShrinksInMetrics)
-
-
-def shrinks_later() -> None:
-    _use(ShrinksLater)
-
-
-def shrinks_in_loss() -> None:
-    _use(ShrinksInLoss)
-
-
-def halves_what_it_measures() -> None:
-    _use(HalvesWhatItMeasures)
-
-
-def halves_its_copies() -> None:
-    _use(HalvesItsCopies)
-
-
-def rank_dependent_hook() -> None:
-    _use(RankDependentHook)
-
-
-def rank_dependent_mask() -> None:
-    _use(RankDependentMask)
-
-
-def rank_dependent_mode() -> None:
-    _use(RankDependentMode)
-
-
-def late_in_after_step() -> None:
-    _use(LateInAfterStep)
-
-
-def hook() -> None:
-    _use(Hook)
-
-
-def undetermined() -> None:
-    _use(Undetermined)
-
-
-def undetermined_later() -> None:
-    _use(UndeterminedLater)
-
-
-def plain() -> None:
-    _use(Task)
-
-
-=======
->>>>>>> w-tests2
 def job_of(setup: str, world_size: int, tmp_path: Path, **changes: Any) -> Job:
     run_dir = make_run_dir(tmp_path, f"run_{setup}_{world_size}")
     return Job(run_dir, small_spec(16, 4, epochs=2), world_size, setup=f"{HERE}:{setup}", **changes)
@@ -236,20 +177,16 @@ def test_an_evaluation_that_changes_weights_later_ends_the_run_too(tmp_path: Pat
 @pytest.mark.parametrize(
     ("setup", "source", "named"),
     [
-        ("rank_dependent_hook", "on_epoch_end", "weight"),
-        ("rank_dependent_mask", "on_epoch_end", "mask"),
-        ("rank_dependent_mode", "on_epoch_end", "the mode of the model"),
-        ("late_in_after_step", "after_step", "mask"),
+        ("RankDependentHook", "on_epoch_end", "weight"),
+        ("RankDependentMask", "on_epoch_end", "mask"),
+        ("RankDependentMode", "on_epoch_end", "the mode of the model"),
+        ("LateInAfterStep", "after_step", "mask"),
     ],
 )
 def test_a_hook_that_changes_the_model_on_one_rank_only_is_refused_by_every_rank(
     setup: str, source: str, named: str, tmp_path: Path
 ) -> None:
-<<<<<<< HEAD
     errors = errors_of(run_ranks(job_of(setup, 2, tmp_path), tmp_path))
-=======
-    errors = errors_of(run_ranks(job_of("RankDependentHook", 2, tmp_path), tmp_path))
->>>>>>> w-tests2
     assert len(errors) == 2
     [message] = {error.message for error in errors}
     assert source in message

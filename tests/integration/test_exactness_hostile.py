@@ -156,41 +156,6 @@ class Doubles(Halved):
         return [row.double() for row in rows], y.double()
 
 
-<<<<<<< HEAD
-def zeroing() -> None:
-    build.build_task = lambda spec: Zeroing()
-
-
-def zeroing_to_none() -> None:
-    build.build_task = lambda spec: ZeroingToNone()
-
-
-def replaced() -> None:
-    build.build_task = lambda spec: Replaced()
-
-
-def doubles() -> None:
-    build.build_task = lambda spec: Doubles()
-
-
-def halved() -> None:
-    build.build_task = lambda spec: Halved()
-
-
-def halved_copies() -> None:
-    build.build_task = lambda spec: HalvedCopies()
-
-
-def odd() -> None:
-    build.build_task = lambda spec: Odd()
-
-
-def clipped() -> None:
-    build.build_task = lambda spec: Clipped()
-
-
-=======
->>>>>>> w-tests2
 @pytest.mark.parametrize("world_size", [2, *only_in_chaos(1, 3)])
 def test_a_loss_that_changes_the_data_sets_own_samples_is_refused_by_every_rank(
     world_size: int, tmp_path: Path
@@ -217,7 +182,7 @@ def test_a_batch_may_be_changed_and_hooks_on_gradients_are_named(
 
 def test_values_of_other_types_noise_and_a_hidden_teacher_outlive_a_rank(tmp_path: Path) -> None:
     calm, killed = (
-        Job(make_run_dir(tmp_path, name), small_spec(16, 4, epochs=3), 2, setup=f"{HERE}:odd")
+        Job(make_run_dir(tmp_path, name), small_spec(16, 4, epochs=3), 2, setup=f"{HERE}:Odd")
         for name in ("calm", "killed")
     )
     unbroken = train_to_end(calm, tmp_path)

@@ -26,7 +26,6 @@ from everstep.spec.sections import (
     SgdSpec,
     StepScheduleSpec,
 )
-from tests.unit.train_fn.state.test_state import through_a_file
 from train_fn.checks.trained import LearningRates
 from train_fn.errors import BadTask
 from train_fn.state.optim import (
@@ -177,14 +176,6 @@ def trained(optimizer_of: Any) -> torch.optim.Optimizer:
     return made
 
 
-<<<<<<< HEAD
-=======
-def packed(state: dict[str, Any]) -> dict[str, Any]:
-    """By one who sees this optimizer for the first time."""
-    return Packer().packed(state)
-
-
->>>>>>> w-tests2
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["param_groups"] == wanted["param_groups"] and found.keys() == wanted.keys()
     assert list(found["state"]) == list(wanted["state"])
