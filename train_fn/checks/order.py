@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from train_fn.checks.check import Check, Moment, checked
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, few
 from train_fn.samples.sampler import MASK64
 from train_fn.step.peers import Peers
 
@@ -52,11 +52,15 @@ class SameOnAllRanks(Check):
                 if not self._state.is_of_rank(name) and digests[name] != of_ranks[0].get(name)
             ]
             if differing:
+                way_out = (
+                    "wrap the model by DistributedDataParallel"
+                    if "the trained weights" in differing
+                    else "compute these from what all ranks have, as SyncBatchNorm does, or take "
+                    "the mean over the ranks before state.step()"
+                )
                 raise BadTask(
-                    f"{', '.join(differing)} differ between rank {rank} and rank 0 after "
-                    "state.step(). es.protect keeps one state for all ranks: wrap the model by "
-                    "DistributedDataParallel (or, if it is sharded, let buffers follow from all "
-                    "ranks, as SyncBatchNorm does), and leave what differs by rank out of extra"
+                    f"{few(differing)} differ between rank {rank} and rank 0 after state.step(). "
+                    f"es.protect keeps one state for all ranks: {way_out}"
                 )
 
 

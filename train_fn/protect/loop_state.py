@@ -35,7 +35,8 @@ from train_fn.step.fingerprints import local
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import require_loaded
 
-BUFFERS = "the buffers"
+UNTRAINED = "the untrained "
+"""Begins the names of buffers and the like in ``digests``."""
 FINGERPRINT = "own loop"
 """Begins the fingerprint of every state of a user's own loop."""
 
@@ -227,14 +228,14 @@ class LoopState(RunState):
                 )
                 for name, optimizer in parts.optimizers.items()
             },
-            BUFFERS: tree_digest(rest),
+            **{UNTRAINED + name: tree_digest(value) for name, value in rest.items()},
             **{name: tree_digest(part.state_dict()) for name, part in parts.others.items()},
         }
 
     def is_of_rank(self, name: str) -> bool:
         """Return whether a part of these may differ between ranks: loaders, and what is sharded."""
         is_cut = any(each.startswith(f"{EXTRA}{name}/") for each in self.rows)
-        is_common = (name in self.parts.others and not is_cut) or name == BUFFERS
+        is_common = (name in self.parts.others and not is_cut) or name.startswith(UNTRAINED)
         return name in self.parts.loaders or (self.piece is not None and not is_common)
 
     # -- the face of TrainState
