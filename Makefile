@@ -17,7 +17,7 @@ SLOWEST := --durations 20 --durations-min 1
 # tests that share a cluster stay together; see tests/support/two_groups.py
 TWO_GROUPS := -n 2 --dist loadfile
 
-.PHONY: help install demo serve test test-rest test-all test-unit test-one chaos versions hosts compose kubernetes soak gpu check format docs bench sbom audit lock clean
+.PHONY: help install demo serve test test-rest test-all test-unit test-one chaos versions hosts compose kubernetes gpu check format docs bench sbom audit lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -76,9 +76,6 @@ kubernetes: $(STAMP)  ## Manifests against Kubernetes's own API server (built fr
 	@scripts/get-kubernetes-tools.sh
 	@[ -n "$$KUBEBUILDER_ASSETS" ] || scripts/get-kubernetes-api-server.sh
 	$(PYTEST) tests/kubernetes -m chaos $(ARGS)
-
-soak: $(STAMP)  ## A mixed queue under random faults for an hour, checked against I1 to I8 (ARGS="--minutes 5")
-	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 gpu: $(STAMP)  ## What only a CUDA device shows, in ten minutes, a line each; then the tests that need one (ARGS="--device cpu" tries the code)
 	@$(BIN)/python -m tests.gpu $(ARGS)

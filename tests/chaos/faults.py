@@ -25,7 +25,6 @@ _WEIGHTS = {
 }
 """How often each kind comes. A rank that is stopped stays so; the others go on after
 ``STOPPED_S``."""
-KINDS = tuple(_WEIGHTS)
 STOPPED_S = 4.0
 
 

@@ -62,10 +62,6 @@ class LeavingApart(Sharded):
             super().on_epoch_end(model, epoch, metrics)
 
 
-def leaving_apart() -> None:
-    build.build_task = lambda spec: LeavingApart()
-
-
 class Alone(Sharded):
     """Its hook does something on rank 0 only."""
 
@@ -89,10 +85,6 @@ class GatheringAnother(Sharded):
 
     def on_epoch_end(self, model: Any, epoch: int, metrics: dict[str, float]) -> None:
         model[int(torch.distributed.get_rank() > 0)].weight.full_tensor()
-
-
-def gathering_another() -> None:
-    build.build_task = lambda spec: GatheringAnother()
 
 
 def calling_alone() -> None:
@@ -250,36 +242,12 @@ class ScalingByRows(Sharded):
         return ScaledByRows(model.parameters(), lr=0.01)
 
 
-def hiding() -> None:
-    build.build_task = lambda spec: Hiding()
-
-
-def routing() -> None:
-    build.build_task = lambda spec: Routing()
-
-
-def keeping() -> None:
-    build.build_task = lambda spec: Keeping()
-
-
-def penalising() -> None:
-    build.build_task = lambda spec: Penalising()
-
-
-def scaling_by_rows() -> None:
-    build.build_task = lambda spec: ScalingByRows()
-
-
 def gallery() -> None:
     """The task of the gallery."""
     folder = Path(__file__).parents[2] / "examples" / "gallery"
     sys.path.insert(0, str(folder))
     task = runpy.run_path(str(folder / "sharded_gpt.py"))["ShardedGpt"]
     build.build_task = lambda spec: task(layers=2)
-
-
-def sharded() -> None:
-    build.build_task = lambda spec: Sharded()
 
 
 class Still(Sharded):
@@ -289,14 +257,6 @@ class Still(Sharded):
         model = Net()
         model.inner = nn.Sequential(*model.inner[:-1])
         return model
-
-
-def still() -> None:
-    build.build_task = lambda spec: Still()
-
-
-def skipping() -> None:
-    build.build_task = lambda spec: Skipping()
 
 
 def by_size() -> None:

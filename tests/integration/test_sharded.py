@@ -69,37 +69,6 @@ def require_like(job: LoopJob, ended: Ended, twin: tuple[LoopJob, Ended]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rank", "place"),
-    [
-        pytest.param(0, "forward", marks=pytest.mark.chaos),
-        pytest.param(2, "backward", marks=pytest.mark.chaos),
-        (0, "gate"),
-        pytest.param(1, "torn", marks=pytest.mark.chaos),
-        (2, "committed"),
-        (1, "copying"),
-    ],
-)
-def test_a_killed_rank_or_node_costs_no_reported_step(
-    rank: int, place: str, tmp_path: Path, twin: tuple[LoopJob, Ended]
-) -> None:
-    """The other rank of its node dies with it, and the node's memory is gone."""
-    mates = tuple(at for at, node in enumerate(NODES) if node == NODES[rank] and at != rank)
-    job = job_of(tmp_path, "broken", killed=(rank, 6, place), mates=mates)
-    first = start(job)
-    assert [each.exit_code for at, each in enumerate(first) if at in (rank, *mates)] == [-9] * (
-        1 + len(mates)
-    )
-    reported = newest_reported(job)
-    lose(job, NODES[rank])
-    nodes = tuple("new" if node == NODES[rank] else node for node in NODES)
-    ended = train_to_end(replace(job, killed=None, mates=(), nodes=nodes))
-    found = restored(job)
-    assert found["source"] == "snapshot" and found["rejected"] == []
-    assert reported <= found["step"] and 5 <= found["step"] <= 7
-    require_like(job, ended, twin)
-
-
-@pytest.mark.parametrize(
     ("heirs", "lost", "source", "steps"),
     [
         (4, "b", "snapshot", [4]),
@@ -130,20 +99,6 @@ def test_copies_that_travel_seldom_or_never(
     ended = train_to_end(replace(job, killed=None, mates=(), nodes=nodes))
     assert restored(job)["source"] == source and restored(job)["step"] in steps
     require_like(job, ended, twin)
-
-
-def test_two_deaths_and_other_sizes(tmp_path: Path, twin: tuple[LoopJob, Ended]) -> None:
-    """4 ranks on 2 nodes, then 2 on one, then 3 on 2, all without a checkpoint."""
-    job = job_of(tmp_path, "sizes", nodes=("a", "a", "b", "b"), world_size=4)
-    start(replace(job, killed=(3, 4, "backward"), mates=(2,)))
-    lose(job, "b")
-    start(replace(job, nodes=("a", "a"), world_size=2, killed=(1, 8, "torn")))
-    assert restored(job)["source"] == "snapshot" and restored(job)["step"] in (3, 4)
-    ended = train_to_end(replace(job, nodes=("a", "c", "c"), world_size=3))
-    assert (restored(job)["source"], restored(job)["step"]) == ("snapshot", 8)
-    for name, value in twin[1].values.items():
-        np.testing.assert_allclose(ended.values[name], value, rtol=1e-4, atol=1e-5)
-    assert {*losses(job)} == {*range(1, STEPS + 1)}
 
 
 def test_a_step_that_passed_no_gate_is_not_reported(
@@ -383,8 +338,10 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ("seed", "heirs"),
     [
         *only_in_chaos(
-            *((seed, 1) for seed in range(101)), *((seed, 3) for seed in range(0, 40, 2))
+            *((seed, 1) for seed in range(101) if seed != 10),
+            *((seed, 3) for seed in range(0, 40, 2)),
         ),
+        (10, 1),
         (101, 1),
     ],
 )
