@@ -22,8 +22,8 @@ MAX_LINES = {
     "everstep": 15_461,
     "storage": 5_710,
     "service": 26_786,
-    "train_fn": 48_695,
-    "tests": 84_518,
+    "train_fn": 48_713,
+    "tests": 84_549,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

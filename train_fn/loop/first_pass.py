@@ -146,8 +146,8 @@ def run_first_pass(
         )
         if beside := undoing.trial.changed_beside():
             replica.parts.warn(
-                f"the loss changes {few(beside)}, which the task holds beside its model: a restart "
-                "begins it anew. Make the module a part of the model in build_model"
+                f"the loss changes {few(beside)}, which is no part of the model. A restart begins "
+                "it anew: make the module that the task holds a part of the model in build_model"
             )
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))

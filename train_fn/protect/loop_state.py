@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,9 +32,12 @@ from train_fn.state.sharded import (
 )
 from train_fn.state.sound_state import require_sound
 from train_fn.state.tensor_tree import of_own_types, tree_digest
+from train_fn.state.train_state import READ_BACK
 from train_fn.step.fingerprints import local
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import require_loaded
+
+logger = logging.getLogger(__name__)
 
 UNTRAINED = "the untrained "
 """Begins the names of buffers and the like in ``digests``."""
@@ -324,6 +328,10 @@ class LoopState(RunState):
                 if self.piece is not None:
                     saved = whole_extra(name, part, saved, shards)
                 part.load_state_dict(of_own_types(saved, part.state_dict()))
+                now = part.state_dict()
+                is_whole = self.piece is None and name not in self.parts.loaders
+                if is_whole and tree_digest(now) != tree_digest(of_own_types(kept[name], now)):
+                    logger.warning(READ_BACK, f"es.protect: {name}")
         self.moving.load_unsaved(state["unsaved"])
         self.moving.renew()
         self.seed = state["task"]["seed"]

@@ -27,7 +27,7 @@ from train_fn.state.optim import (
 from train_fn.state.pieces import weights_in
 from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
-from train_fn.state.tensor_tree import copy_to_cpu, of_own_types
+from train_fn.state.tensor_tree import copy_to_cpu, of_own_types, tree_digest
 from train_fn.step.precision import BuiltModes
 from train_fn.step.untrained import (
     TensorPlace,
@@ -332,6 +332,12 @@ class SkippedSteps:
 # state.
 
 
+READ_BACK = (
+    "%s does not load all that state_dict() returns. A restart goes on from something else than was "
+    "saved: load all of it, and keep no times in it"
+)
+
+
 class TaskState:
     """Call a task's optional methods ``state_dict()`` and ``load_state_dict(state)``. Do nothing if
     the task has neither.
@@ -355,6 +361,7 @@ class TaskState:
                 "two of them keep"
             )
         self._task: Any = task if own else None
+        self._has_warned = False
 
     def __bool__(self) -> bool:
         return self._task is not None
@@ -378,3 +385,6 @@ class TaskState:
                 )
         elif state is not None:
             self._task.load_state_dict(copy.deepcopy(state))
+            if not self._has_warned and tree_digest(self.capture()) != tree_digest(state):
+                self._has_warned = True
+                logger.warning(READ_BACK, where(self._task, "load_state_dict"))

@@ -27,8 +27,10 @@ from train_fn.checks.trained import ExtraKept
 from train_fn.errors import BadTask
 from train_fn.loop import build
 from train_fn.loop.attempt import train
+from train_fn.protect.arguments import parts_of
+from train_fn.protect.loop_state import LoopState
 from train_fn.recovery.evidence import StepFailed
-from train_fn.state.tensor_tree import digest
+from train_fn.state.tensor_tree import copy_to_cpu, digest
 from train_fn.state.train_state import TaskState
 from train_fn.step.trial import PlainAttributes, TrialPass
 from train_fn.step.untrained import require_loaded, require_saved
@@ -156,6 +158,35 @@ def test_a_trial_leaves_nothing_in_modules_and_arrays_beside_the_model() -> None
     assert task.table is table and table.tolist() == [0, 0]
     assert model.calls == [0]
     extra.after(Moment.FIRST_PASS, "Task.loss")
+
+
+def test_a_task_and_an_extra_that_do_not_load_all_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Forgets:
+        def __init__(self) -> None:
+            self.seen = {"kept": 0, "lost": 0}
+
+        def state_dict(self) -> Any:
+            return dict(self.seen)
+
+        def load_state_dict(self, state: Any) -> None:
+            self.seen["kept"] = state["kept"]
+
+    task: Any = Forgets()
+    TaskState(task).load({"kept": 1, "lost": 0})
+    assert caplog.messages == []
+    TaskState(task).load({"kept": 1, "lost": 2})
+    model, other = nn.Linear(1, 1), Forgets()
+    parts = parts_of(model, torch.optim.SGD(model.parameters(), 0.1), None, {"other": other})
+    saved = copy_to_cpu(LoopState(parts).state_dict())
+    LoopState(parts).load_state_dict(saved)
+    other.seen["lost"] = 3
+    LoopState(parts).load_state_dict(saved)
+    assert [text.partition(" does not load")[0].partition(" (")[0] for text in caplog.messages] == [
+        "Forgets.load_state_dict",
+        "es.protect: extra.other",
+    ]
 
 
 def test_a_model_that_does_not_load_or_tell_what_it_trains_is_refused() -> None:
