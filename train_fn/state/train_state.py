@@ -333,8 +333,8 @@ class SkippedSteps:
 
 
 READ_BACK = (
-    "%s does not load all that state_dict() returns. A restart goes on from something else than was "
-    "saved: load all of it, and keep no times in it"
+    "%s does not load all that state_dict() returns. A restart goes on from something else than "
+    "was saved: load all of it, and keep no times in it"
 )
 
 
