@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_710,
     "service": 27_057,
     "train_fn": 49_014,
-    "tests": 84_996,
+    "tests": 84_992,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}
