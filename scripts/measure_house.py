@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_710,
     "service": 26_786,
     "train_fn": 48_713,
-    "tests": 84_549,
+    "tests": 84_545,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -90,18 +90,15 @@ class Deployment:
 
     def container_at(self, ip: str) -> str:
         """Return the id of the worker's container with an address."""
-        return next(
-            each for each in self.containers("worker") if ip in self.addresses(each).values()
-        )
+        return next(each for each in self.containers("worker") if ip in self.addresses(each))
 
     def inspect(self, container: str) -> dict[str, Any]:
         (found,) = json.loads(run("docker", "inspect", container))
         return dict(found)
 
-    def addresses(self, container: str) -> dict[str, str]:
-        """Return a container's address in each of its networks."""
+    def addresses(self, container: str) -> set[str]:
         networks = self.inspect(container)["NetworkSettings"]["Networks"]
-        return {name: each["IPAddress"] for name, each in networks.items()}
+        return {each["IPAddress"] for each in networks.values()}
 
     def _told(self) -> str:
         """Return what the health checks and the parts said last."""

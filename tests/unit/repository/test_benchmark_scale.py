@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale.parameters import (
-    EVERSTEP,
-    KEPT,
-    MTTF_AT_16384_S,
-    TORCHRUN,
-    Costs,
-)
+from benchmarks.scale.parameters import EVERSTEP, MTTF_AT_16384_S, TORCHRUN, Costs
 from benchmarks.scale.simulation import predict, simulate
 
 PLAIN = replace(EVERSTEP, stall_s=0.0, per_gpu_s=0.0, state_s=0.0, warm_after_s=0.0)
@@ -54,11 +48,3 @@ def test_goodput_at_scale_is_what_the_rates_say() -> None:
     )
     assert shares["restarting"] == pytest.approx(60 / MTTF_AT_16384_S, rel=0.1)
     assert goodput + sum(shares.values()) == pytest.approx(1.0, abs=0.01)
-
-
-def test_a_growth_waits_until_it_is_worth_its_pause() -> None:
-    """Where a pause of all ranks costs more than one node adds until the next failure, nodes join
-    together, or at the next recovery."""
-    at_once, weighed = (simulate(costs, 65_536, num_failures=800) for costs in (KEPT, EVERSTEP))
-    assert weighed[1]["growing"] < at_once[1]["growing"] / 2 and weighed[0] > at_once[0] + 0.03
-    assert simulate(KEPT, 512) == simulate(EVERSTEP, 512)

@@ -6,7 +6,7 @@ from everstep.wire import ProjectGoodput
 from everstep.wire.events import EventKind
 from storage.logs.journal import JournalEvent
 from tests.support.api_service import ApiService, Journal
-from tests.support.page_text import text_of
+from tests.support.page_text import fail, text_of
 from tests.support.web_browser import Browser
 
 
@@ -19,18 +19,11 @@ async def figures(api: ApiService) -> dict[str, float]:
 
 
 def a_hard_life(journal: Journal) -> list[JournalEvent]:
-    lost = {
-        "verdict": "worker_lost",
-        "first_rank": 1,
-        "node_id": "node-2",
-        "step": 3,
-        "detect_s": 0.4,
-    }
     return [
         journal.steps(1, 2, 3),
         journal.checkpoint(3),
         journal.event(EventKind.CHECKPOINT_FAILED, step=4, error="full"),
-        journal.event(EventKind.FAILURE, **lost, action="restart"),
+        fail(journal, verdict="worker_lost", detect_s=0.4),
         journal.event(
             EventKind.RECOVERED,
             recovery_s=2.5,
@@ -39,7 +32,7 @@ def a_hard_life(journal: Journal) -> list[JournalEvent]:
             world_size_after=1,
         ),
         journal.event(EventKind.STRAGGLER, slow=True, rank=0),
-        journal.event(EventKind.FAILURE, **{**lost, "verdict": "of a newer driver"}, action="stop"),
+        fail(journal, verdict="of a newer driver", action="stop"),
         journal.event(EventKind.METRICS, nonsense=True),
     ]
 

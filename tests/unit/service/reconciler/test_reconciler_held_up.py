@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
+from service.db.events import EventStore
 from service.model.run_rows import RunRow
 from service.reconciler import tail as tail_module
 from service.reconciler.facts import TailFact
@@ -239,3 +240,22 @@ async def test_a_journal_with_a_gap_stops_no_look(here: World, ray: FakeRay) -> 
     here.write(other, 1, *STARTED, METRICS)
     await here.reconciler.tick()
     assert here.get(other).step == 7
+
+
+async def test_a_journal_that_cannot_be_applied_stops_no_look(
+    here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await two_runs(here, ray)
+    for run_id in (one, other):
+        here.write(run_id, 1, *STARTED, METRICS)
+    apply = EventStore.apply_journal
+
+    def fails(store: EventStore, run_id: str, *rest: Any) -> RunRow:
+        return apply(store, run_id, *rest) if run_id == other else 1 // 0  # type: ignore[return-value]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(EventStore, "apply_journal", fails)
+        await here.reconciler.tick()
+    assert (here.get(one).step, here.get(other).step) == (0, 7)
+    await here.reconciler.tick()
+    assert here.get(one).step == 7, "it is tried again"
