@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_461,
+    "everstep": 15_486,
     "storage": 5_710,
     "service": 26_786,
     "train_fn": 48_713,
-    "tests": 84_545,
+    "tests": 84_547,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

@@ -1,7 +1,8 @@
-"""Read and change single fields of a spec in YAML text."""
+"""Read and change single fields of a spec in YAML text, whose comments and layout stay."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -100,14 +101,15 @@ def _child(node: yaml.Node | None, part: str | int) -> tuple[yaml.Node, yaml.Nod
 def with_value(text: str, path: Sequence[str], value: Any) -> str:
     """Return the text with another value in a field; None removes it.
 
-    A scalar that is there is replaced, and a new section comes to the end. For any other change the
-    text is written anew, without its comments. Raise UsageError if it is not a mapping in YAML.
+    A scalar that is there is replaced, a new field comes to the beginning of its section, a new
+    section to the end, and a field on a line of its own goes with it. For any other change the text
+    is written anew, without its comments. Raise UsageError if it is not a mapping in YAML.
     """
     before = parse_yaml(text, "the spec")
     if before is not None and not isinstance(before, dict):
         raise UsageError("the spec is not a mapping; write fields such as `name: digits`")
     wanted = _set(before or {}, path, value)
-    edited = _edited(text, path, value) if before and value is not None else None
+    edited = _edited(text, path, value) if before else None
     if edited is not None:
         with suppress(UsageError):
             if parse_yaml(edited, "the spec") == wanted:
@@ -116,19 +118,42 @@ def with_value(text: str, path: Sequence[str], value: Any) -> str:
 
 
 def _edited(text: str, path: Sequence[str], value: Any) -> str | None:
-    """Return the text with a value in the place of a scalar, or in a new section; None if the field
-    has no such place."""
-    node = _composed(text)
-    for part in path:
+    """Return the text with a field changed, added or removed where it is; None if it has no such
+    place."""
+    node, key = _composed(text), None
+    for depth, part in enumerate(path):
         found = _child(node, part)
         if found is None:
-            return f"{text.rstrip()}\n{to_yaml(_set({}, path, value))}" if part == path[0] else None
-        node = found[1]
+            return text if value is None else _inserted(text, node, path, depth, value)
+        key, node = found
+    if value is None:
+        assert key is not None and node is not None
+        begin = key.start_mark.index - key.start_mark.column
+        line, _, rest = text[begin:].partition("\n")
+        is_alone = line.lstrip().startswith(path[-1]) and node.end_mark.line == key.start_mark.line
+        return text[:begin] + rest if is_alone else None
     if not isinstance(node, yaml.ScalarNode):
         return None
     start, end = node.start_mark.index, node.end_mark.index
     gap = " " if start == end and text[start - 1 : start] == ":" else ""
     return f"{text[:start]}{gap}{_scalar(value)}{text[end:]}"
+
+
+def _inserted(
+    text: str, node: yaml.Node | None, path: Sequence[str], depth: int, value: Any
+) -> str | None:
+    """Return the text with what is missing of a field below a node; None if it is no mapping."""
+    entry = _set({}, path[depth:], value)
+    if not isinstance(node, yaml.MappingNode) or not node.value:
+        return None
+    if node.flow_style:
+        start = node.start_mark.index + 1
+        return f"{text[:start]}{_scalar(entry)[1:-1]}, {text[start:]}"
+    if depth == 0:
+        return f"{text.rstrip()}\n{to_yaml(entry)}"
+    first = node.value[0][0].start_mark
+    start = first.index - first.column
+    return text[:start] + textwrap.indent(to_yaml(entry), " " * first.column) + text[start:]
 
 
 def _set(value: dict[str, Any], path: Sequence[str], wanted: Any) -> dict[str, Any]:
