@@ -23,7 +23,7 @@ MAX_LINES = {
     "storage": 5_710,
     "service": 26_786,
     "train_fn": 48_713,
-    "tests": 84_547,
+    "tests": 84_550,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

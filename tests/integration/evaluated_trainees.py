@@ -131,14 +131,17 @@ class Deadly(UnevenMetrics):
     """Every rank ends by a signal in its first evaluation of trained weights, as where native code
     is broken."""
 
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        self._first = model[0].weight.detach().clone()
+        return model  # type: ignore[no-any-return]
+
     def metrics(self, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         if self.moved(model):
             os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
     def moved(self, model: Any) -> bool:
-        if not hasattr(self, "_first"):
-            self._first = model[0].weight.detach().clone()
         return not torch.equal(self._first, model[0].weight)
 
 
