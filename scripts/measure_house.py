@@ -22,7 +22,7 @@ MAX_LINES = {
     "everstep": 15_486,
     "storage": 5_710,
     "service": 26_786,
-    "train_fn": 48_713,
+    "train_fn": 48_723,
     "tests": 84_550,
 }
 """Lines of Python below each folder."""

@@ -225,6 +225,8 @@ class Together(Check):
             source: the code that was run since the ranks were last compared.
             excused: whether this code may have changed weights by itself.
         """
+        if self._peers.alone:
+            return
         of = self._state.num_weight_parts
         if of != self._peers.world_size:  # else no rank has what another one has
             self._compare_trained(source, of, excused=excused)

@@ -23,7 +23,7 @@ from train_fn.state.contents import Sketch, alike, sketch
 from train_fn.state.optim import Optimizers
 from train_fn.step.fingerprints import local, word_sum
 from train_fn.step.precision import modes_of
-from train_fn.step.trial import ExtraStates, PlainAttributes
+from train_fn.step.trial import ExtraStates, PlainAttributes, with_extra_state
 
 _WATCHED_BYTES = 64 << 20
 
@@ -191,7 +191,7 @@ class ExtraKept(Check):
     costs = dict.fromkeys((Moment.FIRST_PASS, Moment.LOSS), "copies of extra states")
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
+        self._modules = with_extra_state(dict(model.named_modules()))
         self._before = ExtraStates({})
 
     def before(self, moment: Moment) -> None:

@@ -55,15 +55,14 @@ class TrialPass:
         self.warm_up = WarmUp(model, self.places, is_fresh=is_fresh)
         beside = modules_beside(task, model)
         self._beside = {
-            name: WarmUp(each, untrained_places(each, ()), is_fresh=True)
+            name: WarmUp(each, untrained_places(each, ()), is_fresh=False)  # it may be a teacher
             for name, each in beside.items()
         }
         owners: dict[str, object] = dict(model.named_modules())
         for name, each in beside.items():
             owners |= {f"{name}.{inner}".strip("."): part for inner, part in each.named_modules()}
         self.attributes = PlainAttributes({**owners, type(task).__name__: task})
-        modules = {name: each for name, each in owners.items() if isinstance(each, nn.Module)}
-        self._extra = ExtraStates(modules)
+        self._extra = ExtraStates(with_extra_state(owners))
 
     def changed_beside(self) -> list[str]:
         """Return the names of tensors that have changed in modules beside the model."""
@@ -81,6 +80,16 @@ class TrialPass:
         return changed
 
 
+def with_extra_state(owners: Mapping[str, object]) -> dict[str, nn.Module]:
+    """Return those that are modules with a ``get_extra_state`` of their own."""
+    return {
+        name: each
+        for name, each in owners.items()
+        if isinstance(each, nn.Module)
+        and type(each).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
 class ExtraStates:
     """What ``get_extra_state`` of modules returns, copied."""
 
@@ -88,7 +97,6 @@ class ExtraStates:
         self._before = {
             name: (module, copy.deepcopy(module.get_extra_state()))
             for name, module in modules.items()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
         }
 
     def changed(self) -> list[str]:
