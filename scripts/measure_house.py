@@ -19,11 +19,11 @@ HOUSES = ("everstep", "storage", "service", "train_fn")
 
 MAX_FILES = 423
 MAX_LINES = {
-    "everstep": 15_486,
+    "everstep": 15_487,
     "storage": 5_710,
     "service": 26_786,
-    "train_fn": 48_723,
-    "tests": 84_550,
+    "train_fn": 48_731,
+    "tests": 84_552,
 }
 """Lines of Python below each folder."""
 MAX_FILES_A_FOLDER: dict[str, int] = {}

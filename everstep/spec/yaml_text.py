@@ -142,7 +142,8 @@ def _edited(text: str, path: Sequence[str], value: Any) -> str | None:
 def _inserted(
     text: str, node: yaml.Node | None, path: Sequence[str], depth: int, value: Any
 ) -> str | None:
-    """Return the text with what is missing of a field below a node; None if it is no mapping."""
+    """Return the text with a new field, whose path exists up to this node; None if the node is no
+    mapping."""
     entry = _set({}, path[depth:], value)
     if not isinstance(node, yaml.MappingNode) or not node.value:
         return None

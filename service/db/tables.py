@@ -278,7 +278,7 @@ class TableHooks:
     seconds, after one of ``run_events``, and when the run ends or pauses."""
     run_events: frozenset[str] = frozenset()
     status_changed: Callable[[Connection, RunRow, EventRow], None] | None = None
-    """Called in the transaction in which a run reaches a status, with the run as it is then and the
-    event that says so."""
+    """Called when a run has reached a status, in the same transaction. Gets the run and the event
+    of the change."""
     of_project: tuple[Table, ...] = ()
     """Tables with a column ``project`` whose rows are deleted with their project."""

@@ -17,7 +17,7 @@ CLOCKS_S = 2.0
 
 @dataclass
 class Expected:
-    """What may be said of a run, from what was asked for it."""
+    """What a run may tell, given what was asked of it."""
 
     total_steps: int
     samples: int

@@ -132,9 +132,9 @@ class Deadly(UnevenMetrics):
     is broken."""
 
     def build_model(self) -> nn.Module:
-        model: Any = super().build_model()
-        self._first = model[0].weight.detach().clone()
-        return model  # type: ignore[no-any-return]
+        model = super().build_model()
+        self._first = next(model.parameters()).detach().clone()
+        return model
 
     def metrics(self, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         if self.moved(model):

@@ -20,6 +20,7 @@ from train_fn.protect.arguments import LoopParts
 from train_fn.state.sharded import localized
 from train_fn.state.tensor_tree import copy_to_cpu, size_bytes, take_apart
 from train_fn.step.peers import Peers
+from train_fn.step.trial import with_extra_state
 from train_fn.step.untrained import (
     TensorPlace,
     TensorWatch,
@@ -196,12 +197,13 @@ class PartCopies:
             for prefix, model in parts.models.items()
             for name, value in model.named_parameters()
         ]
-        self._with_extra = [
-            (".".join(filter(None, ((prefix + name).rstrip("."), "_extra_state"))), module)
-            for prefix, model in parts.models.items()
-            for name, module in model.named_modules(remove_duplicate=False)
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        ]
+        self._with_extra = with_extra_state(
+            {
+                f"{(prefix + name).rstrip('.')}._extra_state".lstrip("."): module
+                for prefix, model in parts.models.items()
+                for name, module in model.named_modules(remove_duplicate=False)
+            }
+        )
         self.extra: dict[str, Any] = {}
         """Extra states of modules as noted, by their names in the ``state_dict``: forward passes
         may change them."""
@@ -232,7 +234,8 @@ class PartCopies:
         )
         self._marks = {name: _marks(states[name]) for name in self._large}
         self.extra = {
-            name: copy.deepcopy(module.get_extra_state()) for name, module in self._with_extra
+            name: copy.deepcopy(module.get_extra_state())
+            for name, module in self._with_extra.items()
         }
         self._groups = copy_to_cpu(self._live_groups())
         self._trained = [value.requires_grad for _, value in self._weights]

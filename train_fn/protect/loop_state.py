@@ -214,9 +214,12 @@ class LoopState(RunState):
         if torn:
             return torn
         noted = self._copies
-        state = self._state_dict(noted.states(), noted.of_optimizer, noted.frozen(noted=True))
-        state["model"].update(noted.extra)
-        return state
+        return self._state_dict(
+            {**self._weights(), **noted.extra},
+            noted.states(),
+            noted.of_optimizer,
+            noted.frozen(noted=True),
+        )
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each part, which must be the same on all ranks at a commit."""
@@ -247,13 +250,14 @@ class LoopState(RunState):
     def state_dict(self) -> dict[str, Any]:
         """Return the present state, between two steps. Raises BadTask for a model that has other
         tensors than when the loop began, which it could not load."""
-        optimizers, names = self.parts.optimizers, self._weights().keys()
-        if other := sorted(names ^ self._names):
+        optimizers, weights = self.parts.optimizers, self._weights()
+        if other := sorted(weights.keys() ^ self._names):
             raise BadTask(
                 f"es.protect(model=…): {few(other)} was added to the model, or taken away, since "
                 "`with state:`, and no restart could load it. Register it where the model is made"
             )
         return self._state_dict(
+            weights,
             self._copies.live(),
             lambda name: optimizers[name].state_dict(),
             self._copies.frozen(noted=False),
@@ -261,6 +265,7 @@ class LoopState(RunState):
 
     def _state_dict(
         self,
+        weights: dict[str, Any],
         states: Mapping[str, Any],
         of_optimizer: Callable[[str], dict[str, Any]],
         frozen: list[str],
@@ -271,7 +276,7 @@ class LoopState(RunState):
             **self.counters(k),
             "fingerprint": f"{FINGERPRINT}: {self._known_data}",
             "contents": self._contents,
-            "model": self._weights(),
+            "model": weights,
             "unsaved": self.moving.unsaved(),
             "task": {
                 "seed": self.seed,

@@ -81,8 +81,8 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
 
 
 def _saved_by(model: nn.Module) -> Callable[[str, torch.Tensor], bool]:
-    """Return whether the model's ``state_dict`` has a tensor as it is, under its name or under one
-    that a hook or a method of the user's gives it."""
+    """Return a function that says whether the model's ``state_dict`` has a tensor unchanged. Code
+    of the user's may have given it another name there."""
     saved = {
         name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
     }
@@ -128,7 +128,7 @@ def require_loaded(model: nn.Module, saved: Mapping[str, Any], source: str) -> N
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what is the same for a tensor and its ``detach()``; an empty one has no memory."""
+    """Return a key that a tensor shares with its ``detach()``, if it is not empty."""
     return (tensor.data_ptr(), tensor.numel()) if _has_memory(tensor) else (0, id(tensor))
 
 
@@ -138,7 +138,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def require_saved(model: nn.Module, source: str) -> None:
-    """Raise BadTask if the model's ``state_dict`` leaves out what is trained."""
+    """Raise BadTask if the model's ``state_dict`` leaves out a parameter that is trained."""
     is_saved = _saved_by(model)
     if lost := [
         name

@@ -251,7 +251,9 @@ async def test_a_journal_that_cannot_be_applied_stops_no_look(
     apply = EventStore.apply_journal
 
     def fails(store: EventStore, run_id: str, *rest: Any) -> RunRow:
-        return apply(store, run_id, *rest) if run_id == other else 1 // 0  # type: ignore[return-value]
+        if run_id == one:
+            raise ZeroDivisionError
+        return apply(store, run_id, *rest)
 
     with monkeypatch.context() as broken:
         broken.setattr(EventStore, "apply_journal", fails)
